@@ -1,0 +1,21 @@
+"""Gradient accumulation for TensorFlow 1 style graph-mode code."""
+
+from accumgrad.requirements import check_tensorflow
+
+check_tensorflow()
+
+from accumgrad.builder import AccumulationOps  # noqa: E402
+from accumgrad.builder import build_accumulation_ops  # noqa: E402
+from accumgrad.session_loop import CycleResult  # noqa: E402
+from accumgrad.session_loop import run_cycle  # noqa: E402
+from accumgrad.session_loop import run_cycles  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumulationOps",
+    "CycleResult",
+    "build_accumulation_ops",
+    "run_cycle",
+    "run_cycles",
+]

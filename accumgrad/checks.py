@@ -1,0 +1,215 @@
+"""Checks of what the user passed in, before the first op is added.
+
+Each check raises or returns its argument in plain form.  None adds an op.
+"""
+
+import collections.abc
+import inspect
+import numbers
+import re
+
+import tensorflow.compat.v1 as tf
+
+# The class that the variables of TensorFlow 1 and 2 both derive from:
+# `tf.Variable` of compat.v1 is not a base of what `tf.compat.v2.Variable` makes.
+VARIABLE_TYPE = tf.Variable.__base__
+
+
+def check_graph_mode():
+    """Raises RuntimeError where ops would not go into a plain graph."""
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "accumgrad builds graphs, but eager execution is on.  Call "
+            "`tf.compat.v1.disable_eager_execution()` at the start of the "
+            "program, or build under `with tf.Graph().as_default():`.")
+    if tf.get_default_graph().building_function:
+        raise RuntimeError(
+            "accumgrad builds into a plain graph, but a function is being "
+            "traced (`tf.function`, or a branch of `tf.cond`, or the body of "
+            "`tf.while_loop`).  Build outside it.")
+
+
+def check_choice(argument, value, choices):
+    """Raises ValueError unless `value` is one of `choices`."""
+    # Not `value in choices`: comparing a tensor or an array is no bool.
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"`{argument}` must be one of {listed}; "
+                         f"got {value!r}.")
+
+
+def check_name(name):
+    """Raises unless `name` can open a name scope of its own."""
+    if not isinstance(name, str):
+        raise TypeError("`name` must be a string, the name scope of the ops; "
+                        f"got {name!r} ({_type_name(name)}).")
+    # As TensorFlow has it for scopes at the root; no "/" at the end, which
+    # would enter a scope that exists.
+    if not re.match(r"^[A-Za-z0-9.]([A-Za-z0-9_.\\/>-]*[A-Za-z0-9_.>-])?$",
+                    name):
+        raise ValueError("`name` must be a valid name scope, such as "
+                         f"'accumgrad'; got {name!r}.")
+
+
+def check_loss(loss):
+    """Raises unless `loss` is a floating-point tensor of the default graph."""
+    if not isinstance(loss, tf.Tensor):
+        raise TypeError("`loss` must be a tf.Tensor, the loss of one "
+                        f"micro-batch; got {loss!r} ({_type_name(loss)}).")
+    if not loss.dtype.is_floating:
+        raise TypeError("`loss` must have a floating-point dtype, or it has "
+                        f"no gradient; got {loss.name!r} of dtype "
+                        f"{loss.dtype.name}.")
+    if loss.graph is not tf.get_default_graph():
+        raise ValueError(
+            f"`loss` must be in the default graph; got {loss.name!r} of "
+            "another graph.  Build under `with loss.graph.as_default():`.")
+
+
+def check_optimizer(optimizer):
+    """Raises TypeError unless `optimizer` has the two methods of TF 1's."""
+    for method in ("compute_gradients", "apply_gradients"):
+        if not callable(getattr(optimizer, method, None)):
+            raise TypeError(
+                "`optimizer` must have the methods `compute_gradients` and "
+                "`apply_gradients` of tf.compat.v1.train.Optimizer; got "
+                f"{optimizer!r} ({_type_name(optimizer)}), which has no "
+                f"`{method}`.  A Keras optimizer does not serve; its "
+                "namesake in tf.compat.v1.train does.")
+    if _takes_tape(optimizer.compute_gradients):
+        raise TypeError(
+            "`optimizer` must be a tf.compat.v1.train.Optimizer or shaped "
+            f"like one; got {optimizer!r} ({_type_name(optimizer)}), a Keras "
+            "optimizer, which computes gradients with a tape.  Take its "
+            "namesake in tf.compat.v1.train.")
+
+
+def check_var_list(var_list, optimizer):
+    """Returns `var_list` as a flat list of variables, or None if it is None.
+
+    Raises:
+        TypeError: Something in it is not a variable.
+        ValueError: It is empty (or None, and nothing is trainable), has a
+            variable twice, or one of another graph.
+    """
+    if var_list is None:
+        # An optimizer-shaped object may bring its own variables.
+        if isinstance(optimizer, tf.train.Optimizer) and not (
+                tf.trainable_variables()):
+            raise ValueError(
+                "`var_list` is None, which means the trainable variables, "
+                "and the graph has none.  Build the model first, or pass "
+                "`var_list`.")
+        return None
+    variables = list(_flat_variables(var_list))
+    if not variables:
+        raise ValueError("`var_list` must have at least one variable; got "
+                         f"{var_list!r}.  Leave it out to train all that is "
+                         "trainable.")
+    graph = tf.get_default_graph()
+    foreign = [v.op.name for v in variables if v.graph is not graph]
+    if foreign:
+        raise ValueError("`var_list` must hold variables of the default "
+                         "graph; of another graph are: " + ", ".join(foreign))
+    check_distinct("var_list", variables)
+    return variables
+
+
+def check_distinct(argument, variables):
+    """Raises ValueError if a variable is in the list twice."""
+    seen, repeated = set(), []
+    for variable in variables:
+        if id(variable) in seen:
+            repeated.append(variable.op.name)
+        seen.add(id(variable))
+    if repeated:
+        raise ValueError(
+            f"`{argument}` must have each variable once, or it would be "
+            "moved twice; more than once are: " + ", ".join(repeated))
+
+
+def check_global_step(global_step):
+    """Raises unless `global_step` is None or a scalar integer variable."""
+    if global_step is None:
+        return
+    if not isinstance(global_step, VARIABLE_TYPE):
+        raise TypeError("`global_step` must be a variable, as "
+                        "`tf.compat.v1.train.get_or_create_global_step()` "
+                        f"makes it; got {global_step!r} "
+                        f"({_type_name(global_step)}).")
+    if not (global_step.dtype.base_dtype.is_integer
+            and global_step.shape.is_compatible_with([])):
+        raise TypeError(
+            "`global_step` must be a scalar of an integer dtype; got "
+            f"{global_step.op.name!r} of shape {global_step.shape} and dtype "
+            f"{global_step.dtype.base_dtype.name}.")
+    if global_step.graph is not tf.get_default_graph():
+        raise ValueError("`global_step` must be in the default graph; got "
+                         f"{global_step.op.name!r} of another graph.")
+
+
+def check_grads_and_vars(grads_and_vars):
+    """Returns what `compute_gradients` returned as a checked list of pairs."""
+    pairs = []
+    for pair in grads_and_vars:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError("`optimizer.compute_gradients` must return pairs "
+                            f"(gradient, variable); got {pair!r}.")
+        gradient, variable = pair
+        if not (gradient is None
+                or isinstance(gradient, (tf.Tensor, tf.IndexedSlices))):
+            raise TypeError(
+                "A gradient must be a tf.Tensor, tf.IndexedSlices or None; "
+                f"got {gradient!r} ({_type_name(gradient)}).")
+        if not isinstance(variable, VARIABLE_TYPE):
+            raise TypeError(
+                "`optimizer.compute_gradients` must pair each gradient with "
+                f"a variable; got {variable!r} ({_type_name(variable)}).")
+        pairs.append((gradient, variable))
+    check_distinct("grads_and_vars", [variable for _, variable in pairs])
+    return pairs
+
+
+def check_positive_integer(argument, value):
+    """Returns `value` as an int of at least 1, or raises."""
+    # bool is an Integral too, but True micro-batches is a mistake.
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"`{argument}` must be an integer of at least 1; "
+                        f"got {value!r} ({_type_name(value)}).")
+    if value < 1:
+        raise ValueError(f"`{argument}` must be at least 1; got {value!r}.")
+    return int(value)
+
+
+def _flat_variables(var_list):
+    """Yields the variables in a nest of lists, each partition by itself."""
+    if isinstance(var_list, VARIABLE_TYPE):
+        yield var_list
+    elif isinstance(var_list, collections.abc.Mapping):
+        yield from _flat_variables(list(var_list.values()))
+    elif _is_partitioned(var_list) or isinstance(
+            var_list, (list, tuple, set, collections.abc.Iterator)):
+        for item in var_list:
+            yield from _flat_variables(item)
+    else:
+        raise TypeError(
+            "`var_list` must hold tf.Variable objects; got "
+            f"{var_list!r} ({_type_name(var_list)}).  Of a tensor, pass the "
+            "variable that it was read from; of a Keras 3 variable, its "
+            "`.value`.")
+
+
+def _is_partitioned(value):
+    # TensorFlow has no public name for the class of partitioned variables.
+    return hasattr(value, "as_tensor") and hasattr(value, "__iter__")
+
+
+def _takes_tape(compute_gradients):
+    try:
+        return "tape" in inspect.signature(compute_gradients).parameters
+    except (TypeError, ValueError):
+        return False  # a callable without a signature: let it try
+
+
+def _type_name(value):
+    return type(value).__module__ + "." + type(value).__qualname__
