@@ -6,6 +6,7 @@ knows nothing of sessions, nor of how an accumulator holds its gradient.
 
 from typing import List, NamedTuple
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from accumgrad import accumulators as accumulators_lib
@@ -13,6 +14,10 @@ from accumgrad import checks
 
 REDUCTIONS = ("sum", "mean")
 ACCUMULATORS = ("auto", "dense")
+
+# Ops that run a function, which may assign to a variable handed to it.
+_CALLS = ("If", "StatelessIf", "Case", "While", "PartitionedCall",
+          "StatefulPartitionedCall")
 
 
 class AccumulationOps(NamedTuple):
@@ -126,8 +131,9 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
     with tf.control_dependencies(None):
         # What is applied is read behind the check, so that nothing moves
         # where it fails.
-        with tf.name_scope(scope), tf.control_dependencies(
-                [_check_accumulated(count)]):
+        with tf.name_scope(scope):
+            accumulated = _check_accumulated(count)
+        with tf.name_scope(scope), tf.control_dependencies([accumulated]):
             divisor = count.read_value() if reduction == "mean" else None
             reduced = [_reduce(accumulator.read(), divisor, gradient.dtype)
                        for accumulator, (gradient, _)
@@ -135,7 +141,7 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
         train_op = _apply(
             [(gradient, variable) for gradient, (_, variable)
              in zip(reduced, grads_and_vars)],
-            optimizer, global_step, scope)
+            optimizer, global_step, accumulated, scope)
     return AccumulationOps(zero_ops, accum_ops, train_op)
 
 
@@ -176,15 +182,24 @@ def _reduce(total, divisor, dtype):
     return tf.cast(total, dtype)
 
 
-def _apply(grads_and_vars, optimizer, global_step, scope):
+def _apply(grads_and_vars, optimizer, global_step, accumulated, scope):
     """Returns the op that applies the gradients and moves `global_step`."""
+    # Adam's sparse rule decays its slots whatever the gradient is, so the
+    # gradients' own order behind the check is not enough.  Only
+    # SyncReplicasOptimizer makes ops here that initialise, or run in a thread
+    # of their own: they must not wait for a cycle, and what it pushes is the
+    # gradients alone.
+    gate = ([] if isinstance(optimizer, tf.train.SyncReplicasOptimizer)
+            else [accumulated])
     train_ops = tf.get_collection_ref(tf.GraphKeys.TRAIN_OP)
     num_train_ops = len(train_ops)
     graph = tf.get_default_graph()
     num_ops = len(graph.get_operations())
     options = {} if global_step is None else {"global_step": global_step}
     try:
-        train_op = optimizer.apply_gradients(grads_and_vars, **options)
+        with tf.control_dependencies(gate), tf.variable_creator_scope(
+                _make_initial_value_free):
+            train_op = optimizer.apply_gradients(grads_and_vars, **options)
     except (NotImplementedError, RuntimeError) as error:
         if any(isinstance(gradient, tf.IndexedSlices)
                for gradient, _ in grads_and_vars):
@@ -204,6 +219,21 @@ def _apply(grads_and_vars, optimizer, global_step, scope):
     return train_op
 
 
+def _make_initial_value_free(next_creator, **kwargs):
+    """Creates a variable whose initializer waits for no cycle.
+
+    A slot made as `tf.Variable(tf.zeros(shape))` has a tensor for its initial
+    value that stands under the check already.
+    """
+    initial_value = kwargs.get("initial_value")
+    if isinstance(initial_value, tf.Tensor):
+        value = tf.get_static_value(initial_value)
+        if value is not None and value.size and np.all(value == value.flat[0]):
+            kwargs["initial_value"] = lambda: tf.fill(value.shape,
+                                                      value.flat[0])
+    return next_creator(**kwargs)
+
+
 def _moves(operations, global_step):
     """Returns whether one of `operations` may assign to `global_step`.
 
@@ -211,14 +241,21 @@ def _moves(operations, global_step):
     scales the loss holds the step back when it skips, and then it must stay;
     and another worker may move it in between.
     """
-    handles = {global_step.op.outputs[0].name}
-    for operation in operations:  # inputs come before what takes them
-        if not any(tensor.name in handles for tensor in operation.inputs):
+    handle = global_step.op.outputs[0].name
+    for operation in operations:
+        if operation.type.startswith("Assign"):
+            written = operation.inputs[:1]
+        elif operation.type in _CALLS:
+            written = operation.inputs
+        else:
             continue
-        if operation.type.startswith("Assign") or operation.type in (
-                "If", "StatelessIf", "Case", "While", "PartitionedCall",
-                "StatefulPartitionedCall"):
+        if any(_source(tensor).name == handle for tensor in written):
             return True
-        if operation.type in ("Switch", "RefSwitch", "Enter", "RefEnter"):
-            handles.update(tensor.name for tensor in operation.outputs)
     return False
+
+
+def _source(tensor):
+    """Returns the tensor that control flow v1 hands on as `tensor`."""
+    while tensor.op.type in ("Switch", "RefSwitch", "Enter", "RefEnter"):
+        tensor = tensor.op.inputs[0]
+    return tensor

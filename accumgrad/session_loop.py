@@ -22,7 +22,7 @@ class CycleResult(NamedTuple):
     Attributes:
         index: Number of the cycle within its loop, from 0.
         num_micro_batches: Micro-batches in the update; 0 if nothing was
-            applied, because the session was to stop.
+            applied, because the session was to stop or was lost.
         fetches: The structure of the loop's `fetches`, each leaf over the
             micro-batches: stacked to an array of shape
             `[num_micro_batches, ...]` where it is numeric and its shape stays
@@ -64,9 +64,9 @@ def run_cycle(session, ops, feeds=None, num_micro_batches=128, *,
         raise end_of_input or ValueError(
             "`feeds` must have at least one feed dict left; got none, so "
             "nothing was applied.")
+    by_leaf = _by_leaf(fetches, fetched)
     applied = not runner.should_stop() and runner.train()
-    return CycleResult(0, len(fetched) if applied else 0,
-                       _by_leaf(fetches, fetched))
+    return CycleResult(0, len(fetched) if applied else 0, by_leaf)
 
 
 def run_cycles(session, ops, feeds=None, num_micro_batches=128, *,
@@ -145,9 +145,10 @@ def _cycles(runner, feeds, num_micro_batches, num_cycles, fetches, partial,
                 "`partial=\"apply\"` or `\"drop\"` to let it end there.")
         if not full and partial == "drop":
             return
+        # All that can fail comes before the update.
+        result = CycleResult(index, len(fetched), _by_leaf(fetches, fetched))
         if runner.train():
-            yield CycleResult(index, len(fetched),
-                              _by_leaf(fetches, fetched))
+            yield result
             index += 1
 
 
@@ -162,9 +163,10 @@ def _accumulate(runner, feeds):
     fetched = []
     for feed in feeds:
         try:
-            fetched.append(runner.accumulate(_check_feed(feed)))
+            values = runner.accumulate(_check_feed(feed))
         except tf.errors.OutOfRangeError as end_of_input:
             return fetched, end_of_input
+        fetched.append([_own(value) for value in values])
         if runner.should_stop():
             break
     return fetched, None
@@ -214,11 +216,9 @@ class _MonitoredSessionRunner:
         self._zeroed_in = None
 
     def zero(self):
-        # MonitoredSession insists on the name of the argument.
-        def run_zero(step_context):
-            step_context.session.run(self._ops.zero_ops)
-            return step_context.session
-        self._zeroed_in = self._session.run_step_fn(run_zero)
+        self._zeroed_in = None
+        while self._zeroed_in is None:
+            self._zeroed_in = self._run_without_hooks(self._ops.zero_ops)
 
     def accumulate(self, feed):
         values = self._session.run(self._micro_batch, feed_dict=feed)
@@ -229,15 +229,30 @@ class _MonitoredSessionRunner:
 
         Not if the session was lost meanwhile, and the accumulators with it.
         """
-        def run_train(step_context):
-            if step_context.session is not self._zeroed_in:
-                return False
-            step_context.session.run(self._ops.train_op)
-            return True
-        return self._session.run_step_fn(run_train)
+        return self._run_without_hooks(self._ops.train_op,
+                                       self._zeroed_in) is not None
 
     def should_stop(self):
         return self._session.should_stop()
+
+    def _run_without_hooks(self, fetches, only_in=None):
+        """Runs `fetches` in the session inside, and returns that session.
+
+        Returns None if it was lost, or is not `only_in`.
+        """
+        tried = []
+
+        # MonitoredSession insists on the name of the argument.
+        def run_once(step_context):
+            session = step_context.session
+            # If the session is lost in here, MonitoredSession makes a new one
+            # and calls this again, but with the old one, which is closed.
+            if tried or (only_in is not None and session is not only_in):
+                return None
+            tried.append(session)
+            session.run(fetches)
+            return session
+        return self._session.run_step_fn(run_once)
 
 
 def _make_runner(session, ops, fetches):
@@ -248,10 +263,11 @@ def _make_runner(session, ops, fetches):
                 f"returns it; got {ops!r} ({type(ops).__name__}), which has "
                 f"no `{attribute}`.")
     leaves = [] if fetches is None else tf.nest.flatten(fetches)
-    if hasattr(session, "run_step_fn"):
-        return _MonitoredSessionRunner(session, ops, leaves)
+    # In this order: tfdbg's wrapper of a plain session has both.
     if hasattr(session, "make_callable"):
         return _SessionRunner(session, ops, leaves)
+    if hasattr(session, "run_step_fn"):
+        return _MonitoredSessionRunner(session, ops, leaves)
     raise TypeError("`session` must be a tf.compat.v1.Session or "
                     f"MonitoredSession; got {session!r} "
                     f"({type(session).__name__}).")
@@ -293,6 +309,12 @@ def _with_progress_bar(feeds, size, index):
                 unit="micro-batch")
 
 
+def _own(value):
+    # A placeholder that is fetched comes back as the array that was fed,
+    # which the caller may fill again for the next micro-batch.
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 def _by_leaf(fetches, fetched):
     """Turns a list over micro-batches into `fetches`' structure of lists."""
     if fetches is None:
@@ -302,9 +324,10 @@ def _by_leaf(fetches, fetched):
 
 
 def _stack(values):
-    arrays = [np.asarray(value) for value in values]
-    # Not bytes: NumPy would cut them at their last non-zero byte.
-    if all(array.dtype.kind in "biufcV" and array.shape == arrays[0].shape
-           for array in arrays):
-        return np.stack(arrays)
+    # Not bytes: NumPy would cut them at their last non-zero byte.  Nor sparse
+    # values, tuples of arrays, of which it would make one array, or fail.
+    if all(isinstance(value, (np.ndarray, np.generic))
+           and value.dtype.kind in "biufcV" and value.shape == values[0].shape
+           for value in values):
+        return np.stack(values)
     return list(values)
