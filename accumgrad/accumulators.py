@@ -76,6 +76,7 @@ class RowsAccumulator:
         name = variable.op.name
         self._gradient = gradient
         self._table_shape = _runtime_shape(variable)
+        self._limit = _rows_limit(variable, self._table_shape)
         self._values = _TensorListVariable(
             name + "/values", gradient.values.shape[1:],
             _sum_dtype(gradient.dtype))
@@ -87,10 +88,14 @@ class RowsAccumulator:
             name + "/accumulator", tf.TensorShape(None), self._values.dtype)
         self._touched = _sum_variable(
             name + "/touched", tf.TensorShape(None), tf.bool)
+        # Not read off the sum's shape: the graph optimizer takes the one that
+        # is assigned anywhere for the one that it always has.
+        self._folded = _sum_variable(
+            name + "/folded", tf.TensorShape([]), tf.bool)
         self.zero_ops = [
             state.initializer for state in (
                 self._values, self._indices, self._num_stored, self._sum,
-                self._touched)]
+                self._touched, self._folded)]
 
     def accumulate(self):
         values = tf.cast(self._gradient.values, self._values.dtype)
@@ -99,15 +104,12 @@ class RowsAccumulator:
                 self._indices.push(self._gradient.indices),
                 self._num_stored.assign_add(
                     tf.size(values, out_type=tf.int64), read_value=False)]):
-            num_stored = self._num_stored.read_value()
-        table_size = tf.reduce_prod(self._table_shape)
-        limit = tf.maximum(table_size // 4, MIN_ELEMENTS_TO_FOLD)
-        return _run_if(num_stored > limit, self._fold)
+            return _run_if(self._num_stored.read_value() > self._limit,
+                           self._fold)
 
     def read(self):
-        folded = tf.rank(self._sum.read_value()) > 0
-        values, indices = tf.cond(folded, self._read_folded,
-                                  self._read_stored)
+        values, indices = tf.cond(self._folded.read_value(),
+                                  self._read_folded, self._read_stored)
         dense_shape = self._table_shape
         if self._gradient.dense_shape is not None:
             dense_shape = tf.cast(dense_shape,
@@ -121,30 +123,36 @@ class RowsAccumulator:
         return values, indices
 
     def _read_folded(self):
-        total, touched = self._fold_stored()
-        indices = tf.cast(tf.raw_ops.Where(condition=touched)[:, 0], self._indices.dtype)
-        return tf.gather(total, indices), indices
+        with tf.control_dependencies([self._fold()]):
+            touched = self._touched.read_value()
+            indices = tf.reshape(tf.raw_ops.Where(condition=touched), [-1])
+            return (tf.gather(self._sum.read_value(), indices),
+                    tf.cast(indices, self._indices.dtype))
 
     def _fold(self):
-        total, touched = self._fold_stored()
-        with tf.control_dependencies([total, touched]):
-            return tf.group(
-                self._sum.assign(total, read_value=False),
-                self._touched.assign(touched, read_value=False),
-                self._values.clear(),
-                self._indices.clear(),
-                self._num_stored.initializer)
-
-    def _fold_stored(self):
-        """Returns the sum of all rows so far, and which rows they were."""
         indices = self._indices.concat()
-        num_rows = self._table_shape[0]
-        total = tf.math.unsorted_segment_sum(
-            self._values.concat(), indices, num_rows)
-        times = tf.math.unsorted_segment_sum(
-            tf.ones_like(indices), indices, num_rows)
-        return (self._sum.read_value() + total,
-                tf.logical_or(self._touched.read_value(), times > 0))
+        with tf.control_dependencies([
+                _run_if(tf.logical_not(self._folded.read_value()),
+                        self._make_room)]):
+            added = [
+                tf.raw_ops.ResourceScatterAdd(
+                    resource=self._sum.handle, indices=indices,
+                    updates=self._values.concat()),
+                tf.raw_ops.ResourceScatterUpdate(
+                    resource=self._touched.handle, indices=indices,
+                    updates=True)]
+        with tf.control_dependencies(added):
+            return tf.group(self._values.clear(), self._indices.clear(),
+                            self._num_stored.initializer)
+
+    def _make_room(self):
+        return tf.group(
+            self._sum.assign(
+                tf.zeros(self._table_shape, self._sum.dtype),
+                read_value=False),
+            self._touched.assign(
+                tf.zeros(self._table_shape[:1], tf.bool), read_value=False),
+            self._folded.assign(True, read_value=False))
 
 
 class _TensorListVariable:
@@ -157,13 +165,14 @@ class _TensorListVariable:
 
     def __init__(self, name, item_shape, dtype):
         self.dtype = dtype
+        self._item_shape = item_shape
         self._element_shape = _list_element_shape(item_shape)
         self._variable = _local_variable(name, self._new_list, tf.variant)
         self.initializer = self._variable.initializer
 
     def push(self, tensor):
         """Returns the op that appends `tensor`."""
-        return self._assign_with(self._variable.read_value(), tensor)
+        return self._assign(self._variable.read_value(), tensor)
 
     def concat(self):
         """Returns the tensors joined along their first dimension.
@@ -177,23 +186,24 @@ class _TensorListVariable:
             leading_dims=tf.zeros([0], tf.int64)).tensor
 
     def clear(self):
-        """Returns the op that leaves only an empty tensor: `concat` works."""
-        return self._assign_with(self._new_list(), self.concat()[:0])
+        """Returns the op that leaves an empty tensor, so `concat` works."""
+        empty = (tf.zeros([0] + self._item_shape.as_list(), self.dtype)
+                 if self._item_shape.is_fully_defined()
+                 else self.concat()[:0])
+        return self._assign(self._new_list(), empty)
 
     def _new_list(self):
         return tf.raw_ops.EmptyTensorList(
             element_shape=self._element_shape, max_num_elements=-1,
             element_dtype=self.dtype)
 
-    def _assign_with(self, tensor_list, tensor):
+    def _assign(self, tensor_list, last):
         # A stored tensor must own its memory.  Pushing copies nothing, and a
         # tensor may share its buffer with a fed array that the user fills
         # again, or with a reference variable that is updated in place.
-        owned = tf.raw_ops.DeepCopy(x=tensor)
-        return self._variable.assign(
-            tf.raw_ops.TensorListPushBack(input_handle=tensor_list,
-                                          tensor=owned),
-            read_value=False)
+        pushed = tf.raw_ops.TensorListPushBack(
+            input_handle=tensor_list, tensor=tf.raw_ops.DeepCopy(x=last))
+        return self._variable.assign(pushed, read_value=False)
 
 
 def count_variable(name, dtype=tf.int64):
@@ -245,6 +255,13 @@ def _runtime_shape(variable):
     if variable.shape.is_fully_defined():
         return tf.constant(variable.shape.as_list(), tf.int64)
     return tf.shape(variable, out_type=tf.int64)
+
+
+def _rows_limit(variable, table_shape):
+    """Returns how many elements of rows are stored before they are folded."""
+    if variable.shape.is_fully_defined():
+        return max(variable.shape.num_elements() // 4, MIN_ELEMENTS_TO_FOLD)
+    return tf.maximum(tf.reduce_prod(table_shape) // 4, MIN_ELEMENTS_TO_FOLD)
 
 
 def _list_element_shape(item_shape):

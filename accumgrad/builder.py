@@ -118,7 +118,8 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
             held = [accumulators_lib.make_accumulator(gradient, variable,
                                                       accumulators)
                     for gradient, variable in grads_and_vars]
-            count = accumulators_lib.count_variable("num_micro_batches")
+            with tf.device(loss.device):
+                count = accumulators_lib.count_variable("num_micro_batches")
             zero_ops = [op for accumulator in held
                         for op in accumulator.zero_ops]
             zero_ops.append(count.initializer)

@@ -299,6 +299,7 @@ def train(session, model, ops, digits, options, saver=None):
     """
     first_cycle = session.run(tf.train.get_global_step())
     if first_cycle >= options.cycles:
+        print(f"all {options.cycles} cycles are done")
         return []
     feeds = triplet_feeds(model, digits, options.micro_batches, options.seed,
                           first_cycle)
@@ -404,6 +405,7 @@ def plot(path, losses, first_cycle, before, after, labels):
     loss_axes.set_xlabel("cycle (one weight update each)")
     loss_axes.set_ylabel("mean triplet loss (squared distance)")
     loss_axes.set_ylim(bottom=0)
+    loss_axes.locator_params(axis="x", integer=True)
     _plot_embeddings(before_axes, before, labels,
                      "Held-out digits, before training")
     _plot_embeddings(after_axes, after, labels,
@@ -421,6 +423,7 @@ def _plot_embeddings(axes, embeddings, labels, title):
                   linestyle="", marker=f"${digit}$", color=f"C{digit}",
                   markersize=6)
     axes.set_title(title)
+    axes.set_aspect("equal", adjustable="datalim")
     share = 100.0 * pca.explained_variance_ratio_
     axes.set_xlabel(f"principal component 1 ({share[0]:.0f} % of variance)")
     axes.set_ylabel(f"principal component 2 ({share[1]:.0f} % of variance)")

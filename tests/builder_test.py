@@ -215,7 +215,8 @@ def test_optimizer_that_demands_the_global_step(graph, x):
     ops = accumgrad.build_accumulation_ops(w * x, optimizer,
                                            global_step=step)
     hook = optimizer.make_session_run_hook(is_chief=True, num_tokens=0)
-    with tf.train.MonitoredTrainingSession(hooks=[hook]) as session:
+    with tf.train.MonitoredTrainingSession(
+            hooks=[hook], stop_grace_period_secs=1) as session:
         for n in (1, 2, 3):
             accumgrad.run_cycle(session, ops, [{x: 1}, {x: 3}])
             weights, steps = session.run_step_fn(
