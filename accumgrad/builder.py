@@ -124,8 +124,9 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
                         for op in accumulator.zero_ops]
             zero_ops.append(count.initializer)
 
-    # Only these stay under the caller's control dependencies.
-    with tf.name_scope(scope):
+    # Only these stay under the caller's control dependencies.  They wait for
+    # the loss, so that a run that fails for want of data counts for nothing.
+    with tf.name_scope(scope), tf.control_dependencies([loss]):
         accum_ops = [accumulator.accumulate() for accumulator in held]
         accum_ops.append(count.assign_add(1, read_value=False))
 

@@ -10,8 +10,8 @@ import re
 
 import tensorflow.compat.v1 as tf
 
-# The class that the variables of TensorFlow 1 and 2 both derive from:
-# `tf.Variable` of compat.v1 is not a base of what `tf.compat.v2.Variable` makes.
+# The base of TensorFlow 1's variables and of 2's: `tf.Variable` of compat.v1
+# is no base of what `tf.compat.v2.Variable` makes.
 VARIABLE_TYPE = tf.Variable.__base__
 
 

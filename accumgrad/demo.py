@@ -39,6 +39,9 @@ NUM_HELD_OUT_TRIPLETS = 1000
 # Images in one run of the network when nothing is trained.
 EVALUATION_BATCH_SIZE = 10
 
+# The largest seed that NumPy takes.
+MAX_INTEGER = 2 ** 32 - 1
+
 # What the weights depend on: a checkpoint is of one setting of these.
 SETTINGS = ("seed", "micro_batches", "image_size", "learning_rate", "margin")
 
@@ -66,9 +69,6 @@ class TripletModel(NamedTuple):
     images: tf.Tensor
     embeddings: tf.Tensor
     loss: tf.Tensor
-
-
-# The model
 
 
 def vgg16_embedding(images, embedding_size=EMBEDDING_SIZE):
@@ -168,9 +168,6 @@ def build_model(image_size, margin):
     return TripletModel(images, embeddings, loss)
 
 
-# The data
-
-
 def load_images():
     """Returns scikit-learn's handwritten digits, split for good.
 
@@ -255,9 +252,6 @@ def triplet_feeds(model, digits, num_micro_batches, seed, first_cycle=0):
                                               image_size)}
 
 
-# Training and evaluation
-
-
 def embed(session, model, digits):
     """Returns the embeddings of all images, a float32 array `[num, 128]`."""
     image_size = model.images.shape.as_list()[1]
@@ -285,7 +279,6 @@ def triplet_accuracy(embeddings, labels):
     anchor, positive, negative = (embeddings[column] for column in triplets.T)
     return np.mean(np.linalg.norm(anchor - positive, axis=1)
                    < np.linalg.norm(anchor - negative, axis=1))
-
 
 
 def train(session, model, ops, digits, options, saver=None):
@@ -335,9 +328,6 @@ def peak_memory_mb():
     return peak / 2 ** (20 if sys.platform == "darwin" else 10)
 
 
-# Checkpoints
-
-
 def check_settings(directory, options):
     """Writes down what the weights depend on, or compares with what is there.
 
@@ -371,17 +361,14 @@ def restore(session, saver, directory):
     # Or the saver would not know to remove it after the next cycle.
     saver.recover_last_checkpoints(state.all_model_checkpoint_paths)
     step = session.run(tf.train.get_global_step())
-    print(f"resuming at cycle {step}, from {state.model_checkpoint_path}",
-          flush=True)
+    print(f"resuming at cycle {step}, from {state.model_checkpoint_path} "
+          "(\"before training\" is before cycle 0)", flush=True)
 
 
 def _save(session, saver, directory):
     saver.save(session, os.path.join(directory, "vgg16"),
                global_step=tf.train.get_global_step(),
                write_meta_graph=False)
-
-
-# The plot
 
 
 def plot(path, losses, first_cycle, before, after, labels):
@@ -429,9 +416,6 @@ def _plot_embeddings(axes, embeddings, labels, title):
     axes.set_ylabel(f"principal component 2 ({share[1]:.0f} % of variance)")
 
 
-# The program
-
-
 def parse_options(arguments=None):
     """Returns the command line's options."""
     parser = argparse.ArgumentParser(
@@ -446,7 +430,7 @@ def parse_options(arguments=None):
         help="micro-batches (triplets) in a cycle")
     add("--image-size", type=_integer_from(MIN_IMAGE_SIZE), default=32,
         help="height and width to scale the images to, in pixels")
-    add("--learning-rate", type=float, default=1e-4, help="of Adam")
+    add("--learning-rate", type=float, default=5e-5, help="of Adam")
     add("--margin", type=float, default=0.1,
         help="of the triplet loss, a squared distance")
     add("--seed", type=_integer_from(0), default=0,
@@ -455,24 +439,26 @@ def parse_options(arguments=None):
         help="save there after each cycle, and go on from what is there")
     add("--plot", metavar="FILE",
         help="draw the loss and the held-out embeddings to this file")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    # Before the training, not after it.
+    if options.plot and not os.path.isdir(os.path.dirname(options.plot)
+                                          or os.curdir):
+        parser.error(f"argument --plot: no directory for {options.plot}")
+    return options
 
 
 def _integer_from(minimum):
     def integer(text):
         value = int(text)
-        if value < minimum:
+        if not minimum <= value <= MAX_INTEGER:
             raise argparse.ArgumentTypeError(
-                f"must be at least {minimum}; got {value}")
+                f"must be from {minimum} to {MAX_INTEGER}; got {value}")
         return value
     return integer
 
 
 def check_extras(options):
-    """Raises ImportError if a package that the run needs is missing.
-
-    Before the training, not after it.
-    """
+    """Raises ImportError if a package that the run will need is missing."""
     names = ["sklearn.datasets", "tqdm"]
     if options.plot:
         names += ["matplotlib", "sklearn.decomposition"]

@@ -94,8 +94,9 @@ def run_cycles(session, ops, feeds=None, num_micro_batches=128, *,
             session, or a `MonitoredSession`.
         ops: An `AccumulationOps`, or anything with its three attributes.
         feeds: Iterable of feed dicts, one for each micro-batch; none is taken
-            before it is needed.  `None` where the graph reads its own input;
-            then `OutOfRangeError` ends the data.
+            before it is needed.  `None` where the graph reads its own input.
+            `tf.errors.OutOfRangeError`, from the graph or from the iterable,
+            ends the data.
         num_micro_batches: Micro-batches in a cycle: an integer of at least 1,
             or a function that maps the cycle's index to one.
         num_cycles: Cycles to run, an integer of at least 1.  Default: until
@@ -161,14 +162,15 @@ def _accumulate(runner, feeds):
     """
     runner.zero()
     fetched = []
-    for feed in feeds:
-        try:
+    # The input that ends may also be read by who makes the feeds.
+    try:
+        for feed in feeds:
             values = runner.accumulate(_check_feed(feed))
-        except tf.errors.OutOfRangeError as end_of_input:
-            return fetched, end_of_input
-        fetched.append([_own(value) for value in values])
-        if runner.should_stop():
-            break
+            fetched.append([_own(value) for value in values])
+            if runner.should_stop():
+                break
+    except tf.errors.OutOfRangeError as end_of_input:
+        return fetched, end_of_input
     return fetched, None
 
 

@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 
 import accumgrad
 from accumgrad import accumulators
+from optimizers import GivenPairs
 from recipe import OPTIMIZERS
 
 NUM_ROWS, ROW_SIZE = 6, 2
@@ -206,20 +207,6 @@ def test_refilled_buffers_do_not_change_what_is_stored(graph):
         session.run(ops.train_op)
         np.testing.assert_allclose(before - session.run(table), expected,
                                    0, 1e-6)
-
-
-class GivenPairs:
-    """An optimizer-shaped object that has its gradients already."""
-
-    def __init__(self, grads_and_vars):
-        self._grads_and_vars = grads_and_vars
-        self._optimizer = tf.train.GradientDescentOptimizer(1.0)
-
-    def compute_gradients(self, loss, var_list=None):
-        return self._grads_and_vars
-
-    def apply_gradients(self, grads_and_vars, global_step=None):
-        return self._optimizer.apply_gradients(grads_and_vars, global_step)
 
 
 def test_given_slices_without_dense_shape(graph, use_resource):

@@ -63,7 +63,7 @@ def remove_checkpoints(directory):
         os.remove(os.path.join(directory, name))
 
 
-# The model
+# The model.
 
 
 @pytest.mark.parametrize("size, fc6_inputs, parameters", [
@@ -179,7 +179,7 @@ def test_no_array_is_stored_in_the_graph_def():
     assert max(node.ByteSize() for node in constants) < 256
 
 
-# The data
+# The data.
 
 
 def test_held_out_and_training_images_are_disjoint(digits):
@@ -232,9 +232,11 @@ def test_triplets_are_two_images_of_a_class_and_one_of_another():
 def test_feeds_from_a_later_cycle_are_those_of_the_whole_run(digits):
     with tf.Graph().as_default():
         model = demo.build_model(32, margin=0.1)
+
     def take(number, **kwargs):
         feeds = demo.triplet_feeds(model, digits[0], 4, **kwargs)
         return [next(feeds)[model.images] for _ in range(number)]
+
     whole = take(12, seed=3)
     np.testing.assert_array_equal(take(4, seed=3, first_cycle=2), whole[8:])
     assert len({images.tobytes() for images in whole}) == 12
@@ -254,7 +256,7 @@ def test_accuracy_is_of_the_triplets_in_order():
         0.5, abs=4 * 0.016)
 
 
-# The program
+# The program.
 
 
 def test_main_prints_a_line_a_cycle_and_the_accuracies(undisturbed):
@@ -355,10 +357,11 @@ def test_missing_package_is_named_with_the_extra(
 
 
 @pytest.mark.parametrize("option, value, message", [
-    ("--cycles", "0", "must be at least 1; got 0"),
-    ("--micro-batches", "0", "must be at least 1; got 0"),
-    ("--image-size", "31", "must be at least 32; got 31"),
-    ("--seed", "-1", "must be at least 0; got -1")])
+    ("--cycles", "0", "must be from 1 to 4294967295; got 0"),
+    ("--micro-batches", "0", "must be from 1 to 4294967295; got 0"),
+    ("--image-size", "31", "must be from 32 to 4294967295; got 31"),
+    ("--seed", "-1", "must be from 0 to 4294967295; got -1"),
+    ("--plot", "missing/plot.png", "no directory for missing/plot.png")])
 def test_option_out_of_range_is_refused(capsys, option, value, message):
     with pytest.raises(SystemExit):
         demo.main([option, value])

@@ -5,13 +5,15 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import accumgrad
-from accumulators_test import GivenPairs
-from builder_test import BertOptimizer, sgd
+from optimizers import BertOptimizer
+from optimizers import GivenPairs
+from optimizers import sgd
 from recipe import OPTIMIZERS
 
 COLLECTIONS = [tf.GraphKeys.TRAINABLE_VARIABLES, tf.GraphKeys.UPDATE_OPS,
                tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.LOSSES,
-               tf.GraphKeys.REGULARIZATION_LOSSES, tf.GraphKeys.MODEL_VARIABLES]
+               tf.GraphKeys.REGULARIZATION_LOSSES,
+               tf.GraphKeys.MODEL_VARIABLES]
 
 
 def make_model(use_resource=None, **scope_options):

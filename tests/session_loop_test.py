@@ -433,9 +433,6 @@ def test_a_repeated_feed_and_tf_data_go_together(open_session):
         [0.5, 1, 1.5, 2], [2.5, 3, 3.5, 4], [4.5, 5]]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="The run in which the input ends still counts as a "
-    "micro-batch: accum_ops do not wait for the loss.")
 @pytest.mark.parametrize("open_session", TWO_SESSIONS)
 def test_the_run_that_finds_no_data_adds_nothing(open_session):
     batch = read_once(count_up_to(6))
@@ -451,6 +448,24 @@ def test_the_run_that_finds_no_data_adds_nothing(open_session):
         seen = [peek(session, [model.w, offset])
                 for _ in accumgrad.run_cycles(session, ops, None, 4)]
     assert seen == [[1 - 10 / 4, -3], [1 - 10 / 4 - 11 / 2, -6]]
+
+
+@pytest.mark.parametrize("open_session", TWO_SESSIONS)
+def test_input_that_ends_while_the_feeds_are_made_ends_the_data(
+        open_session):
+    batch = read_once(count_up_to(6))
+    x = tf.placeholder(tf.float32, [])
+    model = build_model(x)
+    ops = accumgrad.build_accumulation_ops(
+        model.loss, tf.train.GradientDescentOptimizer(1.0))
+    with open_session(model) as session:
+        def feeds():
+            while True:
+                yield {x: peek(session, batch)}
+
+        seen = [(cycle.num_micro_batches, peek(session, model.w))
+                for cycle in accumgrad.run_cycles(session, ops, feeds(), 4)]
+    assert seen == [(4, 1 - 10), (2, 1 - 10 - 11)]
 
 
 @contextlib.contextmanager
@@ -862,6 +877,7 @@ def test_strings_come_as_a_list_with_every_byte():
             session, model.ops, feeds, 3,
             fetches=[tf.identity(text), tf.stack([text, "d\0"])]).fetches
     assert scalar == texts
+    assert type(vector) is list
     assert [value.tolist() for value in vector] == [
         [value, b"d\0"] for value in texts]
 
