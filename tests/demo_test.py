@@ -158,12 +158,14 @@ def test_triplet_loss_is_numpys():
 
 
 def test_loss_takes_anchor_positive_and_negative_from_consecutive_rows():
-    embeddings = np.eye(128, dtype=np.float32)[[0, 0, 1, 0, 1, 0]]
+    # Points on a line: any other order of the rows gives another loss.
+    embeddings = np.zeros((6, 128), np.float32)
+    embeddings[:, 0] = [0, 2, -1, 0, 1, -3]
     with tf.Graph().as_default(), tf.Session() as session:
         model = demo.build_model(32, margin=0.5)
         loss = session.run(model.loss, {model.embeddings: embeddings})
-    # 0 - 2 + 0.5 is below 0, and 2 - 0 + 0.5 is 2.5.
-    assert loss == pytest.approx((0.0 + 2.5) / 2, rel=1e-6)
+    # 4 - 1 + 0.5 is 3.5, and 1 - 9 + 0.5 is below 0.
+    assert loss == pytest.approx((3.5 + 0.0) / 2, rel=1e-6)
 
 
 def test_no_array_is_stored_in_the_graph_def():
