@@ -327,7 +327,7 @@ def run_until_killed(directory):
     lines = []
     for line in child.stdout:
         lines.append(line)
-        if re.match(r"cycle \d+: mean loss", line):
+        if re.search(r"cycle \d+: mean loss", line):  # behind the bar
             child.kill()
             break
     child.stdout.close()
