@@ -6,6 +6,8 @@ check_tensorflow()
 
 from accumgrad.builder import AccumulationOps  # noqa: E402
 from accumgrad.builder import build_accumulation_ops  # noqa: E402
+from accumgrad.describe import AccumulatorDescription  # noqa: E402
+from accumgrad.describe import describe_accumulators  # noqa: E402
 from accumgrad.session_loop import CycleResult  # noqa: E402
 from accumgrad.session_loop import run_cycle  # noqa: E402
 from accumgrad.session_loop import run_cycles  # noqa: E402
@@ -14,8 +16,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationOps",
+    "AccumulatorDescription",
     "CycleResult",
     "build_accumulation_ops",
+    "describe_accumulators",
     "run_cycle",
     "run_cycles",
 ]

@@ -2,9 +2,15 @@
 
 Every accumulator has the same small interface:
 
-    zero_ops        empty it, and initialise it if it never was
-    accumulate()    an op that adds one micro-batch's gradient
-    read()          the sum, a `Tensor` or `IndexedSlices`
+    form, reason         what it is, and why
+    dtype                of the sum
+    micro_batch_bytes    what one micro-batch makes it store, in bytes
+    zero_ops             empty it, and initialise it if it never was
+    accumulate()         an op that adds one micro-batch's gradient
+    read(count)          the sum, a `Tensor` or `IndexedSlices`, of `count`
+                         micro-batches
+    early_reads          what `read` made that must be evaluated before any
+                         variable is updated
 
 Sums are float32 where the gradient is float16 or bfloat16.  This is the only
 module that creates variables; it knows of no optimizer, loss or cycle.
@@ -12,52 +18,185 @@ module that creates variables; it knows of no optimizer, loss or cycle.
 
 import tensorflow.compat.v1 as tf
 
+from accumgrad import contractions
+
 # Stored elements up to which rows are never folded: a MB costs less than
 # adding up a small table's rows at every micro-batch.
 MIN_ELEMENTS_TO_FOLD = 2 ** 18
+
+# Elements of a variable from which its gradient is worth being deferred: a
+# smaller dense sum takes no longer than storing its factors does.
+MIN_ELEMENTS_TO_DEFER = 2 ** 20
 
 # Sums in these stop growing soon: 2048 + 1 is 2048 in float16.
 _HALF_PRECISION = (tf.float16, tf.bfloat16)
 
 
-def make_accumulator(gradient, variable, form):
-    """Returns the accumulator for one variable's gradient.
+def make_accumulators(grads_and_vars, form, operations):
+    """Returns the accumulator for each variable's gradient.
 
     Args:
-        gradient: A `Tensor` or `IndexedSlices`, of one micro-batch.
-        variable: The variable that it belongs to.
+        grads_and_vars: Pairs of a `Tensor` or `IndexedSlices`, of one
+            micro-batch, and the variable that it belongs to.
         form: `"auto"` for the smallest exact form, or `"dense"`.
+        operations: What else runs with each micro-batch.
     """
-    rows = isinstance(gradient, tf.IndexedSlices)
-    # Under a parameter-server device function a worker's state stays with the
-    # worker: where the gradient is computed, not where the variable is.
-    with tf.device(gradient.values.device if rows else gradient.device):
-        if rows and form == "auto":
-            return RowsAccumulator(gradient, variable)
-        return DenseAccumulator(gradient, variable)
+    constant_ops = set()
+    if form == "auto" and any(_is_large(gradient, variable)
+                              for gradient, variable in grads_and_vars):
+        constant_ops = contractions.find_constant_ops(
+            operations + [_values(gradient).op
+                          for gradient, _ in grads_and_vars],
+            [variable for _, variable in grads_and_vars])
+    accumulators = []
+    for gradient, variable in grads_and_vars:
+        # Under a parameter-server device function a worker's state stays with
+        # the worker: where the gradient is computed, not where the variable
+        # is.
+        with tf.device(_values(gradient).device):
+            accumulators.append(
+                DenseAccumulator(gradient, variable, "as asked")
+                if form == "dense"
+                else _make_smallest(gradient, variable, constant_ops))
+    return accumulators
+
+
+def _make_smallest(gradient, variable, constant_ops):
+    if isinstance(gradient, tf.IndexedSlices):
+        return RowsAccumulator(gradient, variable)
+    if not variable.shape.is_fully_defined():
+        return DenseAccumulator(gradient, variable,
+                                "the variable's static shape is unknown")
+    if not _is_large(gradient, variable):
+        return DenseAccumulator(gradient, variable, "it is small")
+    contraction = contractions.find_contraction(gradient, variable.shape,
+                                                constant_ops)
+    if isinstance(contraction, str):
+        return DenseAccumulator(gradient, variable, contraction)
+    if _is_past_fold(contraction):
+        return DenseAccumulator(
+            gradient, variable,
+            "a micro-batch's factors are larger than a quarter of it")
+    return ContractionAccumulator(gradient, variable, contraction)
 
 
 class DenseAccumulator:
     """One sum, of the variable's shape: `a += g`, as in the recipe."""
 
-    def __init__(self, gradient, variable):
+    form = "dense"
+    early_reads = ()
+    micro_batch_bytes = 0
+
+    def __init__(self, gradient, variable, reason):
+        self.reason = reason
         self._gradient = _densify(gradient, variable)
         self._shape = variable.shape
-        self._sum = _sum_variable(variable.op.name + "/accumulator",
-                                  self._shape, _sum_dtype(gradient.dtype))
-        self.zero_ops = [self._sum.initializer]
+        name = variable.op.name + "/accumulator"
+        dtype = _sum_dtype(gradient.dtype)
+        self._sum = (_EagerSum(name, self._shape, dtype)
+                     if self._shape.is_fully_defined()
+                     else _LazySum(name, dtype))
+        self.dtype = self._sum.dtype
+        self.zero_ops = self._sum.zero_ops
 
     def accumulate(self):
-        gradient = tf.cast(self._gradient, self._sum.dtype)
-        if self._sum.shape.is_fully_defined():
-            return self._sum.assign_add(gradient, read_value=False)
-        return self._sum.assign(self._sum.read_value() + gradient,
-                                read_value=False)
+        return self._sum.add(tf.cast(self._gradient, self._sum.dtype))
 
-    def read(self):
-        total = self._sum.read_value()
+    def read(self, count):
+        del count  # the sum is of that many
+        total = self._sum.read()
         total.set_shape(self._shape)
         return total
+
+
+class ContractionAccumulator:
+    """The factors of matrix products, multiplied once a cycle.
+
+    The sum of `left_i^T right_i` is the product of the factors' rows, one
+    micro-batch's below the other's: `concat(left)^T concat(right)`.  A term
+    that is the same in every micro-batch is not accumulated at all, but
+    evaluated once and counted as often.
+
+    So that memory stays bounded however long the cycle is, the factors are
+    folded once they have a quarter of the elements at which storing them
+    costs as much as the dense sum: multiplied, and added to one.  Until then
+    it takes no memory.
+    """
+
+    form = "contraction"
+
+    def __init__(self, gradient, variable, contraction):
+        name = variable.op.name
+        products, self._constants = contraction
+        self.reason = _describe_terms(contraction)
+        self._products = products
+        self._shape = variable.shape
+        self._sum = _LazySum(name + "/accumulator",
+                             _sum_dtype(gradient.dtype))
+        self.dtype = self._sum.dtype
+        self._left = _TensorListVariable(
+            name + "/left", tf.TensorShape([products[0].num_left]),
+            products[0].left.dtype)
+        self._right = _TensorListVariable(
+            name + "/right", tf.TensorShape([products[0].num_right]),
+            products[0].right.dtype)
+        self._num_rows = count_variable(name + "/num_rows")
+        self.zero_ops = self._sum.zero_ops + [
+            state.initializer
+            for state in (self._left, self._right, self._num_rows)]
+        self.micro_batch_bytes = _factor_bytes(products)
+        self.early_reads = []
+
+    def accumulate(self):
+        # A factor may be a reference variable's own memory, and the other be
+        # computed after an assignment to it.  What is stored is what the
+        # product would see, which waits for both.
+        with tf.control_dependencies([
+                _wait_for(factor) for product in self._products
+                for factor in (product.left, product.right)]):
+            left = _stack_rows([
+                _as_rows(product.left, product.num_left,
+                         product.transpose_left)
+                for product in self._products])
+            right = _stack_rows([
+                _as_rows(product.right, product.num_right,
+                         product.transpose_right)
+                for product in self._products])
+            num_rows = tf.shape(left, out_type=tf.int64)[0]
+            pushed = [self._left.push(left), self._right.push(right),
+                      self._num_rows.assign_add(num_rows, read_value=False)]
+        with tf.control_dependencies(pushed):
+            return _run_if(
+                self._num_rows.read_value() > _max_rows(self._products[0]),
+                self._fold)
+
+    def read(self, count):
+        total = self._multiply()
+        total = tf.cond(self._sum.is_started(),
+                        lambda: total + self._sum.read(), lambda: total)
+        if self._constants:
+            # The constant terms read trained variables, which an optimizer
+            # may change in a step of its own before it takes the gradient.
+            self.early_reads = [self._read_constants(count)]
+            total += self.early_reads[0]
+        return tf.reshape(total, self._shape)
+
+    def _read_constants(self, count):
+        matrix_shape = [self._products[0].num_left,
+                        self._products[0].num_right]
+        return tf.cast(count, self._sum.dtype) * tf.add_n([
+            tf.reshape(tf.cast(constant, self._sum.dtype), matrix_shape)
+            for constant in self._constants])
+
+    def _multiply(self):
+        return tf.matmul(tf.cast(self._left.concat(), self._sum.dtype),
+                         tf.cast(self._right.concat(), self._sum.dtype),
+                         transpose_a=True)
+
+    def _fold(self):
+        with tf.control_dependencies([self._sum.add(self._multiply())]):
+            return tf.group(self._left.clear(), self._right.clear(),
+                            _reset(self._num_rows))
 
 
 class RowsAccumulator:
@@ -69,33 +208,33 @@ class RowsAccumulator:
     So that memory stays bounded however long the cycle is, rows are folded
     once a quarter as many elements are stored as the table has: added to a
     dense sum, beside a mask of the rows that were touched.  Until then these
-    two are scalars, and take no memory.
+    two take no memory.
     """
+
+    form = "rows"
+    reason = "it is IndexedSlices"
+    early_reads = ()
 
     def __init__(self, gradient, variable):
         name = variable.op.name
         self._gradient = gradient
         self._table_shape = _runtime_shape(variable)
-        self._limit = _rows_limit(variable, self._table_shape)
+        self._max_stored = _max_row_elements(variable, self._table_shape)
         self._values = _TensorListVariable(
             name + "/values", gradient.values.shape[1:],
             _sum_dtype(gradient.dtype))
         self._indices = _TensorListVariable(
             name + "/indices", tf.TensorShape([]), gradient.indices.dtype)
-        self._num_stored = _sum_variable(
-            name + "/num_stored", tf.TensorShape([]), tf.int64)
-        self._sum = _sum_variable(
-            name + "/accumulator", tf.TensorShape(None), self._values.dtype)
-        self._touched = _sum_variable(
-            name + "/touched", tf.TensorShape(None), tf.bool)
-        # Not read off the sum's shape: the graph optimizer takes the one that
-        # is assigned anywhere for the one that it always has.
-        self._folded = _sum_variable(
-            name + "/folded", tf.TensorShape([]), tf.bool)
-        self.zero_ops = [
-            state.initializer for state in (
-                self._values, self._indices, self._num_stored, self._sum,
-                self._touched, self._folded)]
+        self.dtype = self._values.dtype
+        self._num_stored = count_variable(name + "/num_stored")
+        self._sum = _LazySum(name + "/accumulator", self._values.dtype)
+        self._touched = _LazySum(name + "/touched", tf.bool)
+        self.zero_ops = self._sum.zero_ops + self._touched.zero_ops + [
+            state.initializer
+            for state in (self._values, self._indices, self._num_stored)]
+        self.micro_batch_bytes = _known_bytes(
+            [(gradient.values.shape, self._values.dtype),
+             (gradient.indices.shape, self._indices.dtype)])
 
     def accumulate(self):
         values = tf.cast(self._gradient.values, self._values.dtype)
@@ -104,11 +243,12 @@ class RowsAccumulator:
                 self._indices.push(self._gradient.indices),
                 self._num_stored.assign_add(
                     tf.size(values, out_type=tf.int64), read_value=False)]):
-            return _run_if(self._num_stored.read_value() > self._limit,
+            return _run_if(self._num_stored.read_value() > self._max_stored,
                            self._fold)
 
-    def read(self):
-        values, indices = tf.cond(self._folded.read_value(),
+    def read(self, count):
+        del count  # the sum is of that many
+        values, indices = tf.cond(self._sum.is_started(),
                                   self._read_folded, self._read_stored)
         dense_shape = self._table_shape
         if self._gradient.dense_shape is not None:
@@ -123,36 +263,98 @@ class RowsAccumulator:
         return values, indices
 
     def _read_folded(self):
-        with tf.control_dependencies([self._fold()]):
-            touched = self._touched.read_value()
-            indices = tf.reshape(tf.raw_ops.Where(condition=touched), [-1])
-            return (tf.gather(self._sum.read_value(), indices),
+        with tf.control_dependencies([self._add_stored()]):
+            indices = tf.reshape(
+                tf.raw_ops.Where(condition=self._touched.read()), [-1])
+            return (tf.gather(self._sum.read(), indices),
                     tf.cast(indices, self._indices.dtype))
 
     def _fold(self):
+        started = _run_if(
+            tf.logical_not(self._sum.is_started()),
+            lambda: tf.group(
+                self._sum.start(tf.zeros(self._table_shape, self.dtype)),
+                self._touched.start(tf.zeros(self._table_shape[:1],
+                                             tf.bool))))
+        with tf.control_dependencies([started]):
+            return self._add_stored()
+
+    def _add_stored(self):
+        """Returns the op that adds what is stored to the sum, and drops it."""
         indices = self._indices.concat()
-        with tf.control_dependencies([
-                _run_if(tf.logical_not(self._folded.read_value()),
-                        self._make_room)]):
-            added = [
-                tf.raw_ops.ResourceScatterAdd(
-                    resource=self._sum.handle, indices=indices,
-                    updates=self._values.concat()),
-                tf.raw_ops.ResourceScatterUpdate(
-                    resource=self._touched.handle, indices=indices,
-                    updates=True)]
+        added = [
+            tf.raw_ops.ResourceScatterAdd(
+                resource=self._sum.handle, indices=indices,
+                updates=self._values.concat()),
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=self._touched.handle, indices=indices,
+                updates=True)]
         with tf.control_dependencies(added):
             return tf.group(self._values.clear(), self._indices.clear(),
-                            self._num_stored.initializer)
+                            _reset(self._num_stored))
 
-    def _make_room(self):
-        return tf.group(
-            self._sum.assign(
-                tf.zeros(self._table_shape, self._sum.dtype),
-                read_value=False),
-            self._touched.assign(
-                tf.zeros(self._table_shape[:1], tf.bool), read_value=False),
-            self._folded.assign(True, read_value=False))
+
+class _EagerSum:
+    """A sum that is there, as zeros, from the start."""
+
+    def __init__(self, name, shape, dtype):
+        self.dtype = dtype
+        self._variable = _local_variable(
+            name, lambda: tf.zeros(shape, dtype), dtype)
+        self.zero_ops = [self._variable.initializer]
+
+    def add(self, value):
+        """Returns the op that adds `value`."""
+        return self._variable.assign_add(value, read_value=False)
+
+    def read(self):
+        return self._variable.read_value()
+
+
+class _LazySum:
+    """A sum that takes no memory, and has no shape, until it is started.
+
+    So it can be initialised before the variable whose shape it will have.
+    """
+
+    def __init__(self, name, dtype):
+        self.dtype = dtype
+        self._variable = _local_variable(
+            name,
+            # Never fed: it hides the static shape of the scalar.
+            lambda: tf.placeholder_with_default(tf.zeros([], dtype), None),
+            dtype, validate_shape=False)
+        self.handle = self._variable.handle
+        # Not read off the value's shape: the graph optimizer takes the shape
+        # that is assigned anywhere for the one that it always has.
+        self._started = _local_variable(
+            name + "_started", lambda: tf.zeros([], tf.bool), tf.bool)
+        self.zero_ops = [self._variable.initializer,
+                         self._started.initializer]
+
+    def is_started(self):
+        return self._started.read_value()
+
+    def start(self, value):
+        """Returns the op that makes `value`, a fresh tensor, the sum."""
+        return tf.group(self._variable.assign(value, read_value=False),
+                        self._started.assign(True, read_value=False))
+
+    def add(self, value):
+        """Returns the op that adds `value`, or starts with a copy of it."""
+        def add():
+            with tf.control_dependencies([
+                    self._variable.assign_add(value, read_value=False)]):
+                return tf.constant(True)
+
+        def start():
+            with tf.control_dependencies([
+                    self.start(tf.raw_ops.DeepCopy(x=value))]):
+                return tf.constant(True)
+        return tf.cond(self.is_started(), add, start).op
+
+    def read(self):
+        return self._variable.read_value()
 
 
 class _TensorListVariable:
@@ -206,25 +408,17 @@ class _TensorListVariable:
         return self._variable.assign(pushed, read_value=False)
 
 
-def count_variable(name, dtype=tf.int64):
-    """Returns a scalar local variable, zero at first."""
-    return _sum_variable(name, tf.TensorShape([]), dtype)
+def count_variable(name):
+    """Returns a scalar int64 local variable, zero at first."""
+    return _local_variable(name, lambda: tf.zeros([], tf.int64), tf.int64)
 
 
-def _sum_variable(name, shape, dtype):
-    """Returns a local variable of zeros, of which `x + zeros == x` holds.
-
-    Where the shape is not known it is a scalar zero, which the first sum
-    broadcasts: so it can be initialised before the model is, and needs no
-    memory until then.
-    """
-    if shape.is_fully_defined():
-        return _local_variable(name, lambda: tf.zeros(shape, dtype), dtype)
-    return _local_variable(
-        name,
-        # The placeholder is never fed: it hides the scalar's static shape.
-        lambda: tf.placeholder_with_default(tf.zeros([], dtype), shape=None),
-        dtype, validate_shape=False)
+def _reset(count):
+    """Returns an op that makes the count zero."""
+    # Not its initializer: within a branch of `tf.cond`, an op from outside
+    # runs whichever branch is taken.
+    return count.assign(tf.zeros([], count.dtype.base_dtype),
+                        read_value=False)
 
 
 def _local_variable(name, initial_value, dtype, validate_shape=True):
@@ -257,11 +451,80 @@ def _runtime_shape(variable):
     return tf.shape(variable, out_type=tf.int64)
 
 
-def _rows_limit(variable, table_shape):
+def _max_row_elements(variable, table_shape):
     """Returns how many elements of rows are stored before they are folded."""
     if variable.shape.is_fully_defined():
         return max(variable.shape.num_elements() // 4, MIN_ELEMENTS_TO_FOLD)
     return tf.maximum(tf.reduce_prod(table_shape) // 4, MIN_ELEMENTS_TO_FOLD)
+
+
+def _values(gradient):
+    return (gradient.values if isinstance(gradient, tf.IndexedSlices)
+            else gradient)
+
+
+def _is_large(gradient, variable):
+    return (not isinstance(gradient, tf.IndexedSlices)
+            and variable.shape.is_fully_defined()
+            and variable.shape.num_elements() >= MIN_ELEMENTS_TO_DEFER)
+
+
+def _max_rows(product):
+    """Returns how many rows of factors are stored before they are folded.
+
+    Factors `[k, m]` and `[k, n]` have as many elements as their product
+    `[m, n]` where `k (m + n) = m n`; this is a quarter of that `k`.
+    """
+    return product.num_left * product.num_right // (
+        4 * (product.num_left + product.num_right))
+
+
+def _is_past_fold(contraction):
+    """Returns whether one micro-batch is known to have too many rows."""
+    num_rows = sum(product.num_rows or 1 for product in contraction.products)
+    return num_rows > _max_rows(contraction.products[0])
+
+
+def _describe_terms(contraction):
+    products, constants = contraction
+    parts = [f"{product.op_type}" for product in products]
+    return " + ".join(parts + ["constant"] * len(constants))
+
+
+def _factor_bytes(products):
+    """Returns the bytes of a micro-batch's factors, None if not known."""
+    if any(product.num_rows is None for product in products):
+        return None
+    return sum(product.num_rows * (
+        product.num_left * product.left.dtype.size
+        + product.num_right * product.right.dtype.size)
+        for product in products)
+
+
+def _known_bytes(shapes_and_dtypes):
+    """Returns the bytes of tensors of these shapes, None if not known."""
+    if not all(shape.is_fully_defined() for shape, _ in shapes_and_dtypes):
+        return None
+    return sum(shape.num_elements() * dtype.size
+               for shape, dtype in shapes_and_dtypes)
+
+
+def _wait_for(tensor):
+    """Returns an op that runs once `tensor` is there."""
+    # The tensor may be fed, and then its op need not run.  An Identity would
+    # be taken out by the graph optimizer, which makes others wait for the op.
+    return tf.placeholder_with_default(tensor, tensor.shape).op
+
+
+def _as_rows(factor, row_size, transpose):
+    """Returns a factor as a matrix with a row for each term of the sum."""
+    if transpose:
+        return tf.transpose(factor)
+    return tf.reshape(factor, [-1, row_size])
+
+
+def _stack_rows(matrices):
+    return matrices[0] if len(matrices) == 1 else tf.concat(matrices, axis=0)
 
 
 def _list_element_shape(item_shape):

@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from accumgrad import accumulators as accumulators_lib
 from accumgrad import checks
+from accumgrad import describe
 
 REDUCTIONS = ("sum", "mean")
 ACCUMULATORS = ("auto", "dense")
@@ -77,10 +78,12 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
             it moves by one with each `train_op`, also where the optimizer
             ignores it.
         accumulators: `"auto"` holds each gradient in its smallest exact form:
-            `IndexedSlices` as rows, all else as a sum of the variable's
-            shape.  `"dense"` takes the sum for all, and hands it on as a
-            dense tensor: bit for bit what the recipe does.  float16 and
-            bfloat16 gradients are summed in float32.
+            `IndexedSlices` as rows; a matrix product over the batch as its
+            factors, multiplied once a cycle; all else as a sum of the
+            variable's shape.  `describe_accumulators` tells which.  `"dense"`
+            takes the sum for all, and hands it on as a dense tensor: bit for
+            bit what the recipe does.  float16 and bfloat16 gradients are
+            summed in float32.
         colocate_gradients_with_ops: As in `optimizer.compute_gradients`.
         name: Name scope of the accumulators and of the three ops.
 
@@ -114,21 +117,24 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
     with tf.control_dependencies(None):
         grads_and_vars = _compute_gradients(loss, optimizer, var_list,
                                             colocate_gradients_with_ops)
-        with tf.name_scope(name) as scope:
-            held = [accumulators_lib.make_accumulator(gradient, variable,
-                                                      accumulators)
-                    for gradient, variable in grads_and_vars]
-            with tf.device(loss.device):
-                count = accumulators_lib.count_variable("num_micro_batches")
-            zero_ops = [op for accumulator in held
-                        for op in accumulator.zero_ops]
-            zero_ops.append(count.initializer)
+    with tf.name_scope(name) as scope:
+        # Only an op can tell what control dependencies the caller has set.
+        caller = tf.no_op(name="caller")
+    with tf.control_dependencies(None), tf.name_scope(scope):
+        held = accumulators_lib.make_accumulators(
+            grads_and_vars, accumulators, [loss.op, caller])
+        with tf.device(loss.device):
+            count = accumulators_lib.count_variable("num_micro_batches")
+        zero_ops = [op for accumulator in held for op in accumulator.zero_ops]
+        zero_ops.append(count.initializer)
 
     # Only these stay under the caller's control dependencies.  They wait for
     # the loss, so that a run that fails for want of data counts for nothing.
     with tf.name_scope(scope), tf.control_dependencies([loss]):
         accum_ops = [accumulator.accumulate() for accumulator in held]
         accum_ops.append(count.assign_add(1, read_value=False))
+        # As one: what a session run is asked for costs it time, op by op.
+        accum_ops = [tf.group(*accum_ops, name="accumulate")]
 
     with tf.control_dependencies(None):
         # What is applied is read behind the check, so that nothing moves
@@ -136,14 +142,20 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
         with tf.name_scope(scope):
             accumulated = _check_accumulated(count)
         with tf.name_scope(scope), tf.control_dependencies([accumulated]):
-            divisor = count.read_value() if reduction == "mean" else None
-            reduced = [_reduce(accumulator.read(), divisor, gradient.dtype)
+            total = count.read_value()
+            reduced = [_reduce(accumulator.read(total),
+                               total if reduction == "mean" else None,
+                               gradient.dtype)
                        for accumulator, (gradient, _)
                        in zip(held, grads_and_vars)]
+        before_update = [accumulated] + [
+            tensor for accumulator in held
+            for tensor in accumulator.early_reads]
         train_op = _apply(
             [(gradient, variable) for gradient, (_, variable)
              in zip(reduced, grads_and_vars)],
-            optimizer, global_step, accumulated, scope)
+            optimizer, global_step, before_update, scope)
+    describe.remember(train_op, held, grads_and_vars)
     return AccumulationOps(zero_ops, accum_ops, train_op)
 
 
@@ -184,22 +196,33 @@ def _reduce(total, divisor, dtype):
     return tf.cast(total, dtype)
 
 
-def _apply(grads_and_vars, optimizer, global_step, accumulated, scope):
+def _identity(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.identity(gradient.values),
+                                gradient.indices, gradient.dense_shape)
+    return tf.identity(gradient)
+
+
+def _apply(grads_and_vars, optimizer, global_step, before_update, scope):
     """Returns the op that applies the gradients and moves `global_step`."""
     # Adam's sparse rule decays its slots whatever the gradient is, so the
     # gradients' own order behind the check is not enough.  Only
     # SyncReplicasOptimizer makes ops here that initialise, or run in a thread
     # of their own: they must not wait for a cycle, and what it pushes is the
     # gradients alone.
-    gate = ([] if isinstance(optimizer, tf.train.SyncReplicasOptimizer)
-            else [accumulated])
+    if isinstance(optimizer, tf.train.SyncReplicasOptimizer):
+        with tf.name_scope(scope), tf.control_dependencies(before_update):
+            grads_and_vars = [(_identity(gradient), variable)
+                              for gradient, variable in grads_and_vars]
+        before_update = []
     train_ops = tf.get_collection_ref(tf.GraphKeys.TRAIN_OP)
     num_train_ops = len(train_ops)
     graph = tf.get_default_graph()
     num_ops = len(graph.get_operations())
     options = {} if global_step is None else {"global_step": global_step}
     try:
-        with tf.control_dependencies(gate), tf.variable_creator_scope(
+        with tf.control_dependencies(
+                before_update), tf.variable_creator_scope(
                 _make_initial_value_free):
             train_op = optimizer.apply_gradients(grads_and_vars, **options)
     except (NotImplementedError, RuntimeError) as error:

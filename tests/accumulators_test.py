@@ -161,6 +161,29 @@ def test_optimizer_gets_each_row_once_with_dense_shape(graph, folding):
     np.testing.assert_array_equal(shape, [NUM_ROWS, ROW_SIZE])
 
 
+def test_rows_beyond_the_limit_are_folded(graph, use_resource, monkeypatch):
+    # A quarter of the table's 12 elements is 3; a row has 2.
+    monkeypatch.setattr(accumulators, "MIN_ELEMENTS_TO_FOLD", 0)
+    table = make_table(use_resource)
+    ids = tf.placeholder(tf.int32, [None])
+    ops = accumgrad.build_accumulation_ops(
+        tf.reduce_sum(tf.gather(table, ids)),
+        tf.train.GradientDescentOptimizer(1.0))
+    state = {variable.op.name.split("/")[-1]: variable.read_value()
+             for variable in tf.local_variables()}
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(ops.zero_ops)
+        seen = []
+        for _ in range(5):
+            session.run(ops.accum_ops, {ids: [1]})
+            seen.append((session.run(state["num_stored"]),
+                         session.run(state["accumulator"]).shape))
+        # The dense sum is a scalar until the second row passes the limit.
+        assert seen == [(2, ()), (0, (6, 2)), (2, (6, 2)), (0, (6, 2)),
+                        (2, (6, 2))]
+
+
 def test_mean_divides_rows_by_micro_batches(graph, folding):
     # Row 1 comes in one micro-batch of four: its mean gradient is 1/4.
     table = make_table(False)

@@ -24,9 +24,10 @@ MAY_IMPORT = {
     "session_loop": {"checks"},
     "optimizer": {"builder"} | BELOW_BUILDER,
     "micro_batching": {"builder"} | BELOW_BUILDER,
-    "builder": BELOW_BUILDER,
+    "builder": BELOW_BUILDER | {"describe"},
     "accumulators": {"contractions", "checks"},
     "contractions": set(),
+    "describe": set(),
     "checks": set(),
     "requirements": set(),
 }
