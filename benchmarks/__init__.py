@@ -1,0 +1,1 @@
+"""What gradient accumulation costs: time and memory, against the recipe."""
