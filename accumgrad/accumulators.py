@@ -511,8 +511,8 @@ def _known_bytes(shapes_and_dtypes):
 
 def _wait_for(tensor):
     """Returns an op that runs once `tensor` is there."""
-    # The tensor may be fed, and then its op need not run.  An Identity would
-    # be taken out by the graph optimizer, which makes others wait for the op.
+    # Not its own op, which need not run where the tensor is fed; nor an
+    # Identity, which the graph optimizer may take out.
     return tf.placeholder_with_default(tensor, tensor.shape).op
 
 

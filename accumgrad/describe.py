@@ -43,8 +43,9 @@ class AccumulatorDescriptions(List[AccumulatorDescription]):
         header = ("variable", "shape", "form", "dense", "a micro-batch",
                   "reason")
         rows = [(item.variable, _shape_text(item.shape), item.form,
-                 _bytes_text(item.dense_bytes),
-                 _bytes_text(item.micro_batch_bytes), item.reason)
+                 _bytes_text(item.dense_bytes, "unknown"),
+                 _bytes_text(item.micro_batch_bytes, "by the feed"),
+                 item.reason)
                 for item in self]
         widths = [max(map(len, column)) for column in zip(header, *rows)]
         lines = [header, tuple("-" * width for width in widths)] + rows
@@ -118,11 +119,11 @@ def _shape_text(shape):
     return " x ".join(sizes) or "scalar"
 
 
-def _bytes_text(number):
+def _bytes_text(number, otherwise):
     if number is None:
-        return "by the feed"
+        return otherwise
     for unit in ("B", "kB", "MB"):
-        if number < 1000:
+        if number < 999.95:  # what is rounded to 1000.0 is of the next unit
             break
         number /= 1000
     else:

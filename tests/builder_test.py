@@ -279,9 +279,11 @@ def test_unknown_static_shape(graph, x, use_resource):
     ops = accumgrad.build_accumulation_ops(
         tf.reduce_sum(w) * x, tf.train.MomentumOptimizer(1.0, 0.5))
     with tf.Session() as session:
-        # At once: the accumulators do not wait for the model.
-        session.run([tf.local_variables_initializer(),
-                     tf.global_variables_initializer()])
+        # First: the accumulators do not wait for the model.  Its slots do,
+        # and TensorFlow itself does not see to their order.
+        session.run(tf.local_variables_initializer())
+        session.run(w.initializer)
+        session.run(tf.global_variables_initializer())
         for expected in (1 - 3, 1 - 3 - (1.5 + 3)):
             accumgrad.run_cycle(session, ops, [{x: 1}, {x: 2}])
             np.testing.assert_array_equal(session.run(w),

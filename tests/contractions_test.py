@@ -968,6 +968,38 @@ def test_constants_are_read_before_any_variable_moves(
             np.testing.assert_allclose(new, old, 1e-8, 1e-8)
 
 
+class RecordingSyncReplicas(tf.train.SyncReplicasOptimizer):
+    """Keeps the gradients that it would push to the chief."""
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        self.given = list(grads_and_vars)
+        return tf.no_op()
+
+
+def upstream(tensor):
+    seen, stack = set(), [tensor.op]
+    while stack:
+        op = stack.pop()
+        if op not in seen:
+            seen.add(op)
+            stack.extend([source.op for source in op.inputs]
+                         + list(op.control_inputs))
+    return seen
+
+
+def test_constants_are_read_before_any_gradient_is_pushed(graph, monkeypatch):
+    # The chief moves a variable once it has that variable's gradients.
+    fold_beyond(monkeypatch, 10 ** 6)
+    ring = [weights(6, 5, name="w" * (n + 1)) for n in range(3)]
+    loss = tf.reduce_sum(tf.matmul(examples(None, 6), tf.add_n(ring)))
+    loss += tf.add_n([tf.nn.l2_loss(w) for w in ring])
+    optimizer = RecordingSyncReplicas(sgd(), replicas_to_aggregate=1)
+    ops = accumgrad.build_accumulation_ops(loss, optimizer)
+    assert set(reasons(ops).values()) == {"MatMul + constant"}
+    for gradient, _ in optimizer.given:
+        assert {w.op for w in ring} <= upstream(gradient)
+
+
 # What a user tied to a gradient still happens.
 
 def assign_when(gradient, x):
