@@ -11,6 +11,7 @@ from accumgrad.describe import describe_accumulators  # noqa: E402
 from accumgrad.session_loop import CycleResult  # noqa: E402
 from accumgrad.session_loop import run_cycle  # noqa: E402
 from accumgrad.session_loop import run_cycles  # noqa: E402
+from accumgrad.transforms import clip_by_global_norm  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "AccumulatorDescription",
     "CycleResult",
     "build_accumulation_ops",
+    "clip_by_global_norm",
     "describe_accumulators",
     "run_cycle",
     "run_cycles",

@@ -6,12 +6,16 @@ Every accumulator has the same small interface:
     dtype                of the sum
     micro_batch_bytes    what one micro-batch makes it store, in bytes
     zero_ops             empty it, and initialise it if it never was
-    accumulate()         an op that adds one micro-batch's gradient
-    read(count)          the sum, a `Tensor` or `IndexedSlices`, of `count`
-                         micro-batches
+    is_finite()          whether one micro-batch's gradient has neither a NaN
+                         nor an infinity, a scalar bool `Tensor`
+    accumulate(weight)   an op that adds one micro-batch's gradient, times a
+                         scalar `Tensor`; as it is where that is None
+    read(total_weight)   the sum, a `Tensor` or `IndexedSlices`, of
+                         micro-batches whose weights add up to that
     early_reads          what `read` made that must be evaluated before any
                          variable is updated
 
+A micro-batch of weight zero counts for nothing, whatever its gradient is.
 Sums are float32 where the gradient is float16 or bfloat16.  This is the only
 module that creates variables; it knows of no optimizer, loss or cycle.
 """
@@ -32,7 +36,8 @@ MIN_ELEMENTS_TO_DEFER = 2 ** 20
 _HALF_PRECISION = (tf.float16, tf.bfloat16)
 
 
-def make_accumulators(grads_and_vars, form, operations):
+def make_accumulators(grads_and_vars, form, operations, *, weighted=False,
+                      saved=False):
     """Returns the accumulator for each variable's gradient.
 
     Args:
@@ -40,9 +45,12 @@ def make_accumulators(grads_and_vars, form, operations):
             micro-batch, and the variable that it belongs to.
         form: `"auto"` for the smallest exact form, or `"dense"`.
         operations: What else runs with each micro-batch.
+        weighted: Whether `accumulate` will be given a weight.
+        saved: Whether checkpoints are to have the accumulators, which are
+            then dense.
     """
     constant_ops = set()
-    if form == "auto" and any(_is_large(gradient, variable)
+    if form == "auto" and not saved and any(_is_large(gradient, variable)
                               for gradient, variable in grads_and_vars):
         constant_ops = contractions.find_constant_ops(
             operations + [_values(gradient).op
@@ -54,14 +62,19 @@ def make_accumulators(grads_and_vars, form, operations):
         # the worker: where the gradient is computed, not where the variable
         # is.
         with tf.device(_values(gradient).device):
-            accumulators.append(
-                DenseAccumulator(gradient, variable, "as asked")
-                if form == "dense"
-                else _make_smallest(gradient, variable, constant_ops))
+            if saved:
+                accumulators.append(DenseAccumulator(
+                    gradient, variable, "checkpoints have it", saved))
+            elif form == "dense":
+                accumulators.append(DenseAccumulator(
+                    gradient, variable, "as asked"))
+            else:
+                accumulators.append(_make_smallest(
+                    gradient, variable, constant_ops, weighted))
     return accumulators
 
 
-def _make_smallest(gradient, variable, constant_ops):
+def _make_smallest(gradient, variable, constant_ops, weighted):
     if isinstance(gradient, tf.IndexedSlices):
         return RowsAccumulator(gradient, variable)
     if not variable.shape.is_fully_defined():
@@ -77,7 +90,7 @@ def _make_smallest(gradient, variable, constant_ops):
         return DenseAccumulator(
             gradient, variable,
             "a micro-batch's factors are larger than a quarter of it")
-    return ContractionAccumulator(gradient, variable, contraction)
+    return ContractionAccumulator(gradient, variable, contraction, weighted)
 
 
 class DenseAccumulator:
@@ -87,23 +100,27 @@ class DenseAccumulator:
     early_reads = ()
     micro_batch_bytes = 0
 
-    def __init__(self, gradient, variable, reason):
+    def __init__(self, gradient, variable, reason, saved=False):
         self.reason = reason
         self._gradient = _densify(gradient, variable)
         self._shape = variable.shape
         name = variable.op.name + "/accumulator"
         dtype = _sum_dtype(gradient.dtype)
-        self._sum = (_EagerSum(name, self._shape, dtype)
+        self._sum = (_EagerSum(name, self._shape, dtype, saved)
                      if self._shape.is_fully_defined()
-                     else _LazySum(name, dtype))
+                     else _LazySum(name, dtype, saved))
         self.dtype = self._sum.dtype
         self.zero_ops = self._sum.zero_ops
 
-    def accumulate(self):
-        return self._sum.add(tf.cast(self._gradient, self._sum.dtype))
+    def is_finite(self):
+        return all_finite([self._gradient])
 
-    def read(self, count):
-        del count  # the sum is of that many
+    def accumulate(self, weight=None):
+        return self._sum.add(
+            _times(tf.cast(self._gradient, self.dtype), weight))
+
+    def read(self, total_weight):
+        del total_weight  # the sum is of that much
         total = self._sum.read()
         total.set_shape(self._shape)
         return total
@@ -125,7 +142,7 @@ class ContractionAccumulator:
 
     form = "contraction"
 
-    def __init__(self, gradient, variable, contraction):
+    def __init__(self, gradient, variable, contraction, weighted):
         name = variable.op.name
         products, self._constants = contraction
         self.reason = _describe_terms(contraction)
@@ -139,7 +156,8 @@ class ContractionAccumulator:
             products[0].left.dtype)
         self._right = _TensorListVariable(
             name + "/right", tf.TensorShape([products[0].num_right]),
-            products[0].right.dtype)
+            # A weight has to fit in as well.
+            self.dtype if weighted else products[0].right.dtype)
         self._num_rows = count_variable(name + "/num_rows")
         self.zero_ops = self._sum.zero_ops + [
             state.initializer
@@ -147,7 +165,12 @@ class ContractionAccumulator:
         self.micro_batch_bytes = _factor_bytes(products)
         self.early_reads = []
 
-    def accumulate(self):
+    def is_finite(self):
+        # What they are multiplied to is, unless that is too large.
+        return all_finite([factor for product in self._products
+                           for factor in (product.left, product.right)])
+
+    def accumulate(self, weight=None):
         # A factor may be a reference variable's own memory, and the other be
         # computed after an assignment to it.  What is stored is what the
         # product would see, which waits for both.
@@ -162,29 +185,33 @@ class ContractionAccumulator:
                 _as_rows(product.right, product.num_right,
                          product.transpose_right)
                 for product in self._products])
+            if weight is not None:
+                left = _none_if_zero(left, weight)
+                right = _none_if_zero(
+                    _times(tf.cast(right, self.dtype), weight), weight)
             num_rows = tf.shape(left, out_type=tf.int64)[0]
             pushed = [self._left.push(left), self._right.push(right),
                       self._num_rows.assign_add(num_rows, read_value=False)]
         with tf.control_dependencies(pushed):
-            return _run_if(
+            return run_if(
                 self._num_rows.read_value() > _max_rows(self._products[0]),
                 self._fold)
 
-    def read(self, count):
+    def read(self, total_weight):
         total = self._multiply()
         total = tf.cond(self._sum.is_started(),
                         lambda: total + self._sum.read(), lambda: total)
         if self._constants:
             # The constant terms read trained variables, which an optimizer
             # may change in a step of its own before it takes the gradient.
-            self.early_reads = [self._read_constants(count)]
+            self.early_reads = [self._read_constants(total_weight)]
             total += self.early_reads[0]
         return tf.reshape(total, self._shape)
 
-    def _read_constants(self, count):
+    def _read_constants(self, total_weight):
         matrix_shape = [self._products[0].num_left,
                         self._products[0].num_right]
-        return tf.cast(count, self._sum.dtype) * tf.add_n([
+        return tf.cast(total_weight, self._sum.dtype) * tf.add_n([
             tf.reshape(tf.cast(constant, self._sum.dtype), matrix_shape)
             for constant in self._constants])
 
@@ -236,18 +263,25 @@ class RowsAccumulator:
             [(gradient.values.shape, self._values.dtype),
              (gradient.indices.shape, self._indices.dtype)])
 
-    def accumulate(self):
-        values = tf.cast(self._gradient.values, self._values.dtype)
+    def is_finite(self):
+        return all_finite([self._gradient.values])
+
+    def accumulate(self, weight=None):
+        values = _times(tf.cast(self._gradient.values, self.dtype), weight)
+        indices = self._gradient.indices
+        if weight is not None:
+            values = _none_if_zero(values, weight)
+            indices = _none_if_zero(indices, weight)
         with tf.control_dependencies([
                 self._values.push(values),
-                self._indices.push(self._gradient.indices),
+                self._indices.push(indices),
                 self._num_stored.assign_add(
                     tf.size(values, out_type=tf.int64), read_value=False)]):
-            return _run_if(self._num_stored.read_value() > self._max_stored,
+            return run_if(self._num_stored.read_value() > self._max_stored,
                            self._fold)
 
-    def read(self, count):
-        del count  # the sum is of that many
+    def read(self, total_weight):
+        del total_weight  # the sum is of that much
         values, indices = tf.cond(self._sum.is_started(),
                                   self._read_folded, self._read_stored)
         dense_shape = self._table_shape
@@ -270,7 +304,7 @@ class RowsAccumulator:
                     tf.cast(indices, self._indices.dtype))
 
     def _fold(self):
-        started = _run_if(
+        started = run_if(
             tf.logical_not(self._sum.is_started()),
             lambda: tf.group(
                 self._sum.start(tf.zeros(self._table_shape, self.dtype)),
@@ -297,10 +331,10 @@ class RowsAccumulator:
 class _EagerSum:
     """A sum that is there, as zeros, from the start."""
 
-    def __init__(self, name, shape, dtype):
+    def __init__(self, name, shape, dtype, saved=False):
         self.dtype = dtype
-        self._variable = _local_variable(
-            name, lambda: tf.zeros(shape, dtype), dtype)
+        self._variable = state_variable(
+            name, lambda: tf.zeros(shape, dtype), dtype, saved=saved)
         self.zero_ops = [self._variable.initializer]
 
     def add(self, value):
@@ -317,18 +351,19 @@ class _LazySum:
     So it can be initialised before the variable whose shape it will have.
     """
 
-    def __init__(self, name, dtype):
+    def __init__(self, name, dtype, saved=False):
         self.dtype = dtype
-        self._variable = _local_variable(
+        self._variable = state_variable(
             name,
             # Never fed: it hides the static shape of the scalar.
             lambda: tf.placeholder_with_default(tf.zeros([], dtype), None),
-            dtype, validate_shape=False)
+            dtype, validate_shape=False, saved=saved)
         self.handle = self._variable.handle
         # Not read off the value's shape: the graph optimizer takes the shape
         # that is assigned anywhere for the one that it always has.
-        self._started = _local_variable(
-            name + "_started", lambda: tf.zeros([], tf.bool), tf.bool)
+        self._started = state_variable(
+            name + "_started", lambda: tf.zeros([], tf.bool), tf.bool,
+            saved=saved)
         self.zero_ops = [self._variable.initializer,
                          self._started.initializer]
 
@@ -369,7 +404,7 @@ class _TensorListVariable:
         self.dtype = dtype
         self._item_shape = item_shape
         self._element_shape = _list_element_shape(item_shape)
-        self._variable = _local_variable(name, self._new_list, tf.variant)
+        self._variable = state_variable(name, self._new_list, tf.variant)
         self.initializer = self._variable.initializer
 
     def push(self, tensor):
@@ -408,9 +443,59 @@ class _TensorListVariable:
         return self._variable.assign(pushed, read_value=False)
 
 
-def count_variable(name):
-    """Returns a scalar int64 local variable, zero at first."""
-    return _local_variable(name, lambda: tf.zeros([], tf.int64), tf.int64)
+def count_variable(name, dtype=tf.int64, saved=False):
+    """Returns a scalar state variable, zero at first."""
+    return state_variable(name, lambda: tf.zeros([], dtype), dtype,
+                          saved=saved)
+
+
+def state_variable(name, initial_value, dtype, *, validate_shape=True,
+                   saved=False):
+    """Returns a resource variable for state of ours.
+
+    Args:
+        name: As of `tf.Variable`.
+        initial_value: Function that returns a `Tensor`.
+        dtype: Of that tensor.
+        validate_shape: Whether the variable keeps that tensor's shape.
+        saved: Whether it is a global variable, which checkpoints have, rather
+            than a local one.
+    """
+    # tf.Variable, not get_variable: a scope's regularizer, partitioner,
+    # getter or reuse is for the model.
+    return tf.Variable(
+        initial_value, trainable=False, dtype=dtype, name=name,
+        collections=[tf.GraphKeys.GLOBAL_VARIABLES if saved
+                     else tf.GraphKeys.LOCAL_VARIABLES],
+        use_resource=True, validate_shape=validate_shape)
+
+
+def all_finite(tensors):
+    """Returns whether no tensor has a NaN or an infinity, a scalar bool."""
+    # TensorFlow 1.14 knows no bfloat16 here.
+    finite = [tf.reduce_all(tf.is_finite(
+        tf.cast(tensor, _sum_dtype(tensor.dtype)))) for tensor in tensors]
+    return finite[0] if len(finite) == 1 else tf.reduce_all(tf.stack(finite))
+
+
+def run_if(condition, build_op):
+    """Returns an op that runs `build_op()` where `condition` holds."""
+    def run():
+        with tf.control_dependencies([build_op()]):
+            return tf.constant(True)
+    return tf.cond(condition, run, lambda: tf.constant(False)).op
+
+
+def _times(tensor, weight):
+    if weight is None:
+        return tensor
+    # Zero, also times NaN, is zero.
+    return tf.math.multiply_no_nan(tensor, tf.cast(weight, tensor.dtype))
+
+
+def _none_if_zero(rows, weight):
+    """Returns the rows, or, where `weight` is zero, none of them."""
+    return rows[:tf.where(weight > 0, tf.shape(rows)[0], 0)]
 
 
 def _reset(count):
@@ -419,16 +504,6 @@ def _reset(count):
     # runs whichever branch is taken.
     return count.assign(tf.zeros([], count.dtype.base_dtype),
                         read_value=False)
-
-
-def _local_variable(name, initial_value, dtype, validate_shape=True):
-    # tf.Variable, not get_variable: a scope's regularizer, partitioner,
-    # getter or reuse is for the model.  Local, so that checkpoints of the
-    # model neither have nor ask for it.
-    return tf.Variable(
-        initial_value, trainable=False, dtype=dtype, name=name,
-        collections=[tf.GraphKeys.LOCAL_VARIABLES], use_resource=True,
-        validate_shape=validate_shape)
 
 
 def _sum_dtype(dtype):
@@ -533,11 +608,3 @@ def _list_element_shape(item_shape):
         return -1
     return [-1] + [-1 if size is None else size
                    for size in item_shape.as_list()]
-
-
-def _run_if(condition, build_op):
-    """Returns an op that runs `build_op()` where `condition` holds."""
-    def run():
-        with tf.control_dependencies([build_op()]):
-            return tf.constant(True)
-    return tf.cond(condition, run, lambda: tf.constant(False)).op

@@ -4,6 +4,8 @@ Reads top to bottom as the recipe: compute, accumulate, reduce, apply.  It
 knows nothing of sessions, nor of how an accumulator holds its gradient.
 """
 
+import warnings
+import weakref
 from typing import List, NamedTuple
 
 import numpy as np
@@ -12,13 +14,15 @@ import tensorflow.compat.v1 as tf
 from accumgrad import accumulators as accumulators_lib
 from accumgrad import checks
 from accumgrad import describe
+from accumgrad import graph_reading
+from accumgrad import update_ops as update_ops_lib
 
 REDUCTIONS = ("sum", "mean")
+NONFINITE = ("apply", "skip", "skip_micro_batch", "raise")
 ACCUMULATORS = ("auto", "dense")
 
-# Ops that run a function, which may assign to a variable handed to it.
-_CALLS = ("If", "StatelessIf", "Case", "While", "PartitionedCall",
-          "StatefulPartitionedCall")
+# Graph -> the optimizers that a builder was given for it.
+_OPTIMIZERS = weakref.WeakKeyDictionary()
 
 
 class AccumulationOps(NamedTuple):
@@ -42,16 +46,19 @@ class AccumulationOps(NamedTuple):
 
 
 def build_accumulation_ops(loss, optimizer, var_list=None, *,
-                           reduction="sum", global_step=None,
-                           accumulators="auto",
+                           reduction="sum", weight=None,
+                           transform_gradients=None, update_ops=None,
+                           global_step=None, nonfinite="apply",
+                           accumulators="auto", save_accumulators=False,
                            colocate_gradients_with_ops=False,
                            name="accumgrad"):
     """Builds ops that accumulate gradients, and apply them once a cycle.
 
-    After `zero_ops`, N runs of `accum_ops` that see gradients `g_1 ... g_n`,
-    and `train_op`, the variables are where `optimizer.apply_gradients` of
-    `g_1 + ... + g_n` takes them (`"sum"`), or of `(g_1 + ... + g_n) / N`
-    (`"mean"`):
+    After `zero_ops`, N runs of `accum_ops` that see gradients `g_1 ... g_n`
+    and weights `w_1 ... w_n`, and `train_op`, the variables are where
+    `optimizer.apply_gradients` of `w_1 g_1 + ... + w_n g_n` takes them
+    (`"sum"`), or of that divided by `w_1 + ... + w_n` (`"mean"`).  Without
+    `weight`, each is one:
 
         session.run(ops.zero_ops)
         for i in range(128):
@@ -72,11 +79,32 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
         var_list: Variables to train, in any nest of lists; partitioned ones
             too.  Default: the trainable variables.
         reduction: How the N gradients of a cycle become one: `"sum"`, as in
-            the recipe, or `"mean"`, which divides by the number of
-            micro-batches that were accumulated.
+            the recipe, or `"mean"`, which divides by what was accumulated:
+            the number of micro-batches, or the sum of their weights.
+        weight: Scalar `Tensor` of a floating-point or integer dtype,
+            evaluated with each micro-batch; not negative.  With the number of
+            examples (or tokens), a mean loss and `"mean"`, a cycle gives what
+            one batch of all of them gives.  A micro-batch of weight zero
+            counts for nothing, even where its gradient is NaN.
+        transform_gradients: Function from a list of pairs (gradient,
+            variable) to such a list, called once.  It sees the cycle's
+            reduced gradients, in float32 where they are of half precision,
+            and what it returns is applied: clipped
+            (`accumgrad.clip_by_global_norm`), summed over workers, made
+            noisy.  A variable that it leaves out is not moved.
+        update_ops: Ops that run with each micro-batch, such as
+            `tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)`.
         global_step: Optional scalar integer variable, which counts cycles:
-            it moves by one with each `train_op`, also where the optimizer
+            it moves by one with each update, also where the optimizer
             ignores it.
+        nonfinite: What becomes of a NaN or an infinity.  `"apply"` it, as
+            TensorFlow would.  `"skip"` the cycle: `train_op` leaves weights,
+            slots and global step as they are.  `"skip_micro_batch"`: a
+            micro-batch with one in its gradient counts for nothing, and what
+            its update ops did is taken back; it holds all gradients of a
+            micro-batch at once.  `"raise"`: `train_op` raises
+            `tf.errors.InvalidArgumentError`, which names the variable, and
+            changes nothing.
         accumulators: `"auto"` holds each gradient in its smallest exact form:
             `IndexedSlices` as rows; a matrix product over the batch as its
             factors, multiplied once a cycle; all else as a sum of the
@@ -84,21 +112,32 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
             takes the sum for all, and hands it on as a dense tensor: bit for
             bit what the recipe does.  float16 and bfloat16 gradients are
             summed in float32.
+        save_accumulators: Whether the accumulators are global variables
+            instead, so that a checkpoint made within a cycle has them, and a
+            job that was killed goes on from there.  They are dense then.
         colocate_gradients_with_ops: As in `optimizer.compute_gradients`.
         name: Name scope of the accumulators and of the three ops.
 
     Returns:
-        An `AccumulationOps`.
+        An `AccumulationOps`.  Its `accum_ops` raise
+        `tf.errors.InvalidArgumentError`, and accumulate nothing, where
+        `weight` is negative, NaN or infinite.
 
     Raises:
         RuntimeError: Eager execution is on, or a function is being traced.
         TypeError: `loss` is not a floating-point tensor, `optimizer` lacks
             the two methods, `var_list` or `global_step` is not made of
-            variables, or the optimizer returns something other than
-            gradients and variables.
-        ValueError: `reduction` or `accumulators` is none of the choices;
-            `loss`, `global_step` or a variable is of another graph;
-            there is no variable, or one twice; `loss` depends on none.
+            variables, `weight` is no real scalar, `update_ops` holds
+            something other than ops, or the optimizer or
+            `transform_gradients` returns something other than gradients and
+            variables.
+        ValueError: `reduction`, `nonfinite` or `accumulators` is none of the
+            choices; what was passed is of another graph; there is no
+            variable, or one twice; `loss` depends on none;
+            `transform_gradients` returns a variable that it was not given;
+            `nonfinite` is other than `"apply"` with an optimizer that owns a
+            dynamic loss scale, or `"skip"` with `SyncReplicasOptimizer` or
+            with reference variables under control flow v2.
         NotImplementedError, RuntimeError: The optimizer, or a variable's
             constraint, has no rule for `IndexedSlices`: pass
             `accumulators="dense"`.
@@ -106,55 +145,99 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
     checks.check_graph_mode()
     checks.check_choice("reduction", reduction, REDUCTIONS)
     checks.check_choice("accumulators", accumulators, ACCUMULATORS)
+    checks.check_flag("save_accumulators", save_accumulators)
     checks.check_loss(loss)
     checks.check_optimizer(optimizer)
+    checks.check_weight(weight)
+    checks.check_transform(transform_gradients)
     checks.check_global_step(global_step)
     checks.check_name(name)
+    update_ops = checks.check_update_ops(update_ops)
     var_list = checks.check_var_list(var_list, optimizer)
+    checks.check_nonfinite(
+        nonfinite, NONFINITE, optimizer,
+        (tf.trainable_variables() if var_list is None else var_list)
+        + ([] if global_step is None else [global_step]))
 
     # Gradients and slots are named as `optimizer.minimize` would name them
     # here: the library's own name scope is open round its own ops alone.
     with tf.control_dependencies(None):
         grads_and_vars = _compute_gradients(loss, optimizer, var_list,
                                             colocate_gradients_with_ops)
+    variables = [variable for _, variable in grads_and_vars]
+    weighted = weight is not None or nonfinite == "skip_micro_batch"
     with tf.name_scope(name) as scope:
-        # Only an op can tell what control dependencies the caller has set.
-        caller = tf.no_op(name="caller")
+        with tf.control_dependencies(update_ops):
+            # Only an op can tell what control dependencies the caller has
+            # set, which are update ops as well.
+            updated = tf.no_op(name="updated")
     with tf.control_dependencies(None), tf.name_scope(scope):
+        if weight is not None:
+            # A number as exact as it can be: by itself it would be float32.
+            weight = tf.convert_to_tensor(
+                weight, tf.float64 if isinstance(weight, float) else None,
+                name="weight")
         held = accumulators_lib.make_accumulators(
-            grads_and_vars, accumulators, [loss.op, caller])
+            grads_and_vars, accumulators,
+            [loss.op, updated] + ([] if weight is None else [weight.op]),
+            weighted=weighted, saved=save_accumulators)
         with tf.device(loss.device):
-            count = accumulators_lib.count_variable("num_micro_batches")
+            total_weight = accumulators_lib.count_variable(
+                "num_micro_batches" if weight is None else "total_weight",
+                _total_dtype(weight), saved=save_accumulators)
         zero_ops = [op for accumulator in held for op in accumulator.zero_ops]
-        zero_ops.append(count.initializer)
+        zero_ops.append(total_weight.initializer)
+        if nonfinite == "skip_micro_batch":
+            updates = update_ops_lib.RevocableUpdates(
+                [updated], variables, save_accumulators)
+            zero_ops.extend(updates.zero_ops)
 
     # Only these stay under the caller's control dependencies.  They wait for
     # the loss, so that a run that fails for want of data counts for nothing.
-    with tf.name_scope(scope), tf.control_dependencies([loss]):
-        accum_ops = [accumulator.accumulate() for accumulator in held]
-        accum_ops.append(count.assign_add(1, read_value=False))
+    with tf.name_scope(scope), tf.control_dependencies(
+            [loss, updated] + _check_weight(weight)):
+        settled = []
+        if nonfinite == "skip_micro_batch":
+            finite = _all([accumulator.is_finite() for accumulator in held])
+            settled = [updates.settle(finite)]
+            weight = (tf.cast(finite, total_weight.dtype) if weight is None
+                      else tf.where(finite, weight, tf.zeros_like(weight)))
+        accum_ops = [accumulator.accumulate(weight) for accumulator in held]
+        accum_ops.append(total_weight.assign_add(
+            1 if weight is None else tf.cast(weight, total_weight.dtype),
+            read_value=False))
         # As one: what a session run is asked for costs it time, op by op.
-        accum_ops = [tf.group(*accum_ops, name="accumulate")]
+        accum_ops = [tf.group(*(accum_ops + settled), name="accumulate")]
 
     with tf.control_dependencies(None):
         # What is applied is read behind the check, so that nothing moves
         # where it fails.
         with tf.name_scope(scope):
-            accumulated = _check_accumulated(count)
+            accumulated = _check_accumulated(total_weight, weighted)
         with tf.name_scope(scope), tf.control_dependencies([accumulated]):
-            total = count.read_value()
-            reduced = [_reduce(accumulator.read(total),
-                               total if reduction == "mean" else None,
-                               gradient.dtype)
-                       for accumulator, (gradient, _)
-                       in zip(held, grads_and_vars)]
+            total = total_weight.read_value()
+            divisor = total if reduction == "mean" else None
+            reduced = [_reduce(accumulator.read(total), divisor)
+                       for accumulator in held]
+        reduced_and_vars = list(zip(reduced, variables))
+        if transform_gradients is not None:
+            reduced_and_vars = checks.check_transformed(
+                transform_gradients(reduced_and_vars), variables)
+        applied = {id(variable) for _, variable in reduced_and_vars}
         before_update = [accumulated] + [
-            tensor for accumulator in held
-            for tensor in accumulator.early_reads]
-        train_op = _apply(
-            [(gradient, variable) for gradient, (_, variable)
-             in zip(reduced, grads_and_vars)],
-            optimizer, global_step, before_update, scope)
+            tensor for accumulator, variable in zip(held, variables)
+            if id(variable) in applied for tensor in accumulator.early_reads]
+        with tf.name_scope(scope):
+            reduced_and_vars = _cast_back(reduced_and_vars, grads_and_vars)
+            condition = None
+            if nonfinite == "raise":
+                before_update += _check_finite(reduced_and_vars)
+            elif nonfinite == "skip":
+                condition = _all([_is_finite(gradient)
+                                  for gradient, _ in reduced_and_vars])
+        _warn_if_shared(optimizer)
+        train_op = _apply(reduced_and_vars, optimizer, global_step,
+                          before_update, condition, scope)
     describe.remember(train_op, held, grads_and_vars)
     return AccumulationOps(zero_ops, accum_ops, train_op)
 
@@ -166,6 +249,7 @@ def _compute_gradients(loss, optimizer, var_list, colocate_gradients_with_ops):
     if colocate_gradients_with_ops:
         options["colocate_gradients_with_ops"] = True
     grads_and_vars = checks.check_grads_and_vars(
+        "optimizer.compute_gradients",
         optimizer.compute_gradients(loss, var_list=var_list, **options))
     with_gradient = [(gradient, variable)
                      for gradient, variable in grads_and_vars
@@ -178,52 +262,153 @@ def _compute_gradients(loss, optimizer, var_list, colocate_gradients_with_ops):
     return with_gradient
 
 
-def _check_accumulated(count):
-    return tf.raw_ops.Assert(
-        condition=count.read_value() > 0,
+def _total_dtype(weight):
+    """Returns the dtype in which weights add up, int64 where they can."""
+    return (tf.int64 if weight is None or weight.dtype.is_integer
+            else tf.float64)
+
+
+def _check_weight(weight):
+    """Returns the ops that fail where `weight` is not to be used."""
+    if weight is None:
+        return []
+    as_float64 = tf.cast(weight, tf.float64)
+    return [tf.raw_ops.Assert(
+        condition=(as_float64 >= 0) & tf.is_finite(as_float64),
+        data=[tf.constant("accumgrad: `weight` must be at least 0 and "
+                          "finite; nothing was accumulated.  Got:"), weight])]
+
+
+def _check_accumulated(total_weight, weighted):
+    message = ("accumgrad: train_op found nothing accumulated since zero_ops"
+               + (", or only micro-batches that count for nothing"
+                  if weighted else "")
+               + ".  Run accum_ops at least once before it.")
+    return tf.raw_ops.Assert(condition=total_weight.read_value() > 0,
+                             data=[tf.constant(message)])
+
+
+def _check_finite(grads_and_vars):
+    """Returns the ops that fail where a gradient has a NaN or infinity."""
+    return [tf.raw_ops.Assert(
+        condition=_is_finite(gradient),
         data=[tf.constant(
-            "accumgrad: train_op found nothing accumulated since zero_ops.  "
-            "Run accum_ops at least once before it.")])
+            f"accumgrad: the gradient of {variable.op.name} has a NaN or an "
+            "infinity; nothing was applied.")])
+            for gradient, variable in grads_and_vars]
 
 
-def _reduce(total, divisor, dtype):
-    """Returns `total / divisor` in the gradient's own dtype."""
-    if isinstance(total, tf.IndexedSlices):
-        return tf.IndexedSlices(_reduce(total.values, divisor, dtype),
-                                total.indices, total.dense_shape)
-    if divisor is not None:
-        total = total / tf.cast(divisor, total.dtype)
-    return tf.cast(total, dtype)
+def _is_finite(gradient):
+    return accumulators_lib.all_finite(
+        [gradient.values if isinstance(gradient, tf.IndexedSlices)
+         else gradient])
 
 
-def _identity(gradient):
+def _all(conditions):
+    return tf.reduce_all(tf.stack(conditions))
+
+
+def _map_values(function, gradient):
+    """Returns `function(gradient)`, of `IndexedSlices` that of the values."""
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(gradient.values),
-                                gradient.indices, gradient.dense_shape)
-    return tf.identity(gradient)
+        return tf.IndexedSlices(function(gradient.values), gradient.indices,
+                                gradient.dense_shape)
+    return function(gradient)
 
 
-def _apply(grads_and_vars, optimizer, global_step, before_update, scope):
-    """Returns the op that applies the gradients and moves `global_step`."""
-    # Adam's sparse rule decays its slots whatever the gradient is, so the
-    # gradients' own order behind the check is not enough.  Only
-    # SyncReplicasOptimizer makes ops here that initialise, or run in a thread
-    # of their own: they must not wait for a cycle, and what it pushes is the
-    # gradients alone.
-    if isinstance(optimizer, tf.train.SyncReplicasOptimizer):
-        with tf.name_scope(scope), tf.control_dependencies(before_update):
-            grads_and_vars = [(_identity(gradient), variable)
-                              for gradient, variable in grads_and_vars]
-        before_update = []
+def _reduce(total, divisor):
+    if divisor is None:
+        return total
+    return _map_values(
+        lambda values: values / tf.cast(divisor, values.dtype), total)
+
+
+def _cast_back(reduced_and_vars, grads_and_vars):
+    """Returns the pairs with each gradient in the dtype that it came in."""
+    dtypes = {id(variable): gradient.dtype
+              for gradient, variable in grads_and_vars}
+    return [(_map_values(lambda values, dtype=dtypes[id(variable)]:
+                         tf.cast(values, dtype), gradient), variable)
+            for gradient, variable in reduced_and_vars]
+
+
+def _warn_if_shared(optimizer):
+    """Warns where the optimizer has state that another builder moves too."""
+    if not isinstance(optimizer, tf.train.Optimizer):
+        return
+    optimizers = _OPTIMIZERS.setdefault(tf.get_default_graph(),
+                                        weakref.WeakSet())
+    if optimizer in optimizers:
+        slots = {id(optimizer.get_slot(variable, name))
+                 for name in optimizer.get_slot_names()
+                 for variable in tf.global_variables()}
+        shared = [variable.op.name for variable in optimizer.variables()
+                  if id(variable) not in slots]
+        if shared:
+            warnings.warn(
+                "accumgrad: the same optimizer object was passed to another "
+                "builder in this graph.  Both of them move: "
+                f"{', '.join(shared)}.  Pass each an object of its own.",
+                stacklevel=3)
+    optimizers.add(optimizer)
+
+
+def _apply(grads_and_vars, optimizer, global_step, before_update, condition,
+           scope):
+    """Returns the op that applies the gradients and moves `global_step`.
+
+    Args:
+        grads_and_vars: What to apply.
+        optimizer: What applies them.
+        global_step: Variable or None.
+        before_update: Ops and tensors that come before any change.
+        condition: Scalar bool `Tensor`: only where it holds is anything
+            changed.  None where it always does.
+        scope: The library's name scope.
+    """
+    graph = tf.get_default_graph()
     train_ops = tf.get_collection_ref(tf.GraphKeys.TRAIN_OP)
     num_train_ops = len(train_ops)
-    graph = tf.get_default_graph()
+    if condition is not None:
+        with tf.name_scope(scope), tf.control_dependencies(before_update):
+            condition = tf.identity(condition)
+        # In the branch, the optimizer's names are those from outside again.
+        outside = graph.get_name_scope()
+
+        def apply_and_step():
+            with tf.name_scope(outside + "/" if outside else None):
+                return _apply_and_step(grads_and_vars, optimizer, global_step,
+                                       scope)
+        with tf.name_scope(scope):
+            train_op = accumulators_lib.run_if(condition, apply_and_step)
+    else:
+        # Adam's sparse rule decays its slots whatever the gradient is, so the
+        # gradients' own order behind the check is not enough.  Only
+        # SyncReplicasOptimizer makes ops here that initialise, or run in a
+        # thread of their own: they must not wait for a cycle, and what it
+        # pushes is the gradients alone.
+        if isinstance(optimizer, tf.train.SyncReplicasOptimizer):
+            with tf.name_scope(scope), tf.control_dependencies(before_update):
+                grads_and_vars = [
+                    (_map_values(tf.identity, gradient), variable)
+                    for gradient, variable in grads_and_vars]
+            before_update = []
+        with tf.control_dependencies(before_update):
+            train_op = _apply_and_step(grads_and_vars, optimizer, global_step,
+                                       scope)
+    with tf.name_scope(scope):
+        train_op = tf.group(train_op, name="train")
+    # The optimizer's own op, if it put it there, is not the one to fetch.
+    train_ops[num_train_ops:] = [train_op]
+    return train_op
+
+
+def _apply_and_step(grads_and_vars, optimizer, global_step, scope):
+    graph = tf.get_default_graph()  # a branch may have one of its own
     num_ops = len(graph.get_operations())
     options = {} if global_step is None else {"global_step": global_step}
     try:
-        with tf.control_dependencies(
-                before_update), tf.variable_creator_scope(
-                _make_initial_value_free):
+        with tf.variable_creator_scope(_make_initial_value_free):
             train_op = optimizer.apply_gradients(grads_and_vars, **options)
     except (NotImplementedError, RuntimeError) as error:
         if any(isinstance(gradient, tf.IndexedSlices)
@@ -233,15 +418,11 @@ def _apply(grads_and_vars, optimizer, global_step, before_update, scope):
                 "optimizer or a variable's constraint may have no rule.  "
                 "With `accumulators=\"dense\"` it gets a dense tensor.")
         raise
-    with tf.name_scope(scope):
-        if global_step is not None and not _moves(
-                graph.get_operations()[num_ops:], global_step):
-            with tf.control_dependencies([train_op]):
-                train_op = tf.assign_add(global_step, 1)
-        train_op = tf.group(train_op, name="train")
-    # The optimizer's own op, if it put it there, is not the one to fetch.
-    train_ops[num_train_ops:] = [train_op]
-    return train_op
+    if global_step is not None and not _moves(
+            graph.get_operations()[num_ops:], global_step):
+        with tf.name_scope(scope), tf.control_dependencies([train_op]):
+            train_op = tf.assign_add(global_step, 1)
+    return train_op if isinstance(train_op, tf.Operation) else train_op.op
 
 
 def _make_initial_value_free(next_creator, **kwargs):
@@ -266,21 +447,10 @@ def _moves(operations, global_step):
     scales the loss holds the step back when it skips, and then it must stay;
     and another worker may move it in between.
     """
-    handle = global_step.op.outputs[0].name
-    for operation in operations:
-        if operation.type.startswith("Assign"):
-            written = operation.inputs[:1]
-        elif operation.type in _CALLS:
-            written = operation.inputs
-        else:
-            continue
-        if any(_source(tensor).name == handle for tensor in written):
-            return True
-    return False
-
-
-def _source(tensor):
-    """Returns the tensor that control flow v1 hands on as `tensor`."""
-    while tensor.op.type in ("Switch", "RefSwitch", "Enter", "RefEnter"):
-        tensor = tensor.op.inputs[0]
-    return tensor
+    variable_op = global_step.op
+    if variable_op.graph is not tf.get_default_graph():
+        # A branch of control flow v2 has its own name for what it captures.
+        variable_op = tf.raw_ops.ReadVariableOp(
+            resource=global_step.handle, dtype=global_step.dtype).op.inputs[
+                0].op
+    return variable_op.name in graph_reading.find_written(operations)

@@ -148,25 +148,177 @@ def check_global_step(global_step):
                          f"{global_step.op.name!r} of another graph.")
 
 
-def check_grads_and_vars(grads_and_vars):
-    """Returns what `compute_gradients` returned as a checked list of pairs."""
+def check_weight(weight):
+    """Raises unless `weight` is None or a scalar real tensor or number."""
+    if weight is None:
+        return
+    if isinstance(weight, numbers.Real) and not isinstance(weight, bool):
+        if not 0 < weight < float("inf"):
+            raise ValueError("`weight` must be above 0 and finite where it "
+                             f"is a number; got {weight!r}.")
+        return
+    if not isinstance(weight, (tf.Tensor, VARIABLE_TYPE)):
+        raise TypeError(
+            "`weight` must be a scalar tf.Tensor, evaluated with each "
+            f"micro-batch; got {weight!r} ({_type_name(weight)}).")
+    dtype = weight.dtype.base_dtype
+    if not ((dtype.is_floating or dtype.is_integer)
+            and weight.shape.is_compatible_with([])):
+        raise TypeError(
+            "`weight` must be a scalar of a floating-point or integer dtype; "
+            f"got {weight.name!r} of shape {weight.shape} and dtype "
+            f"{dtype.name}.  Reduce it, as with tf.reduce_sum.")
+    if weight.graph is not tf.get_default_graph():
+        raise ValueError("`weight` must be in the default graph; got "
+                         f"{weight.name!r} of another graph.")
+
+
+def check_update_ops(update_ops):
+    """Returns `update_ops` as a flat list of operations.
+
+    Raises:
+        TypeError: Something in it is neither an operation nor what an
+            assignment returns.
+        ValueError: One is of another graph.
+    """
+    operations = []
+    for op in tf.nest.flatten([] if update_ops is None else update_ops):
+        # An assignment returns its variable, or a tensor.
+        if isinstance(op, (tf.Tensor, VARIABLE_TYPE)):
+            op = op.op
+        if not isinstance(op, tf.Operation):
+            raise TypeError(
+                "`update_ops` must hold ops, as tf.compat.v1.get_collection("
+                "tf.compat.v1.GraphKeys.UPDATE_OPS) does; got "
+                f"{op!r} ({_type_name(op)}).")
+        if op.graph is not tf.get_default_graph():
+            raise ValueError("`update_ops` must be in the default graph; got "
+                             f"{op.name!r} of another graph.")
+        operations.append(op)
+    return operations
+
+
+def check_transform(transform_gradients):
+    """Raises TypeError unless it is None or can be called."""
+    if transform_gradients is not None and not callable(transform_gradients):
+        raise TypeError(
+            "`transform_gradients` must be a function from a list of pairs "
+            "(gradient, variable) to such a list; got "
+            f"{transform_gradients!r} ({_type_name(transform_gradients)}).")
+
+
+def check_nonfinite(nonfinite, choices, optimizer, variables):
+    """Raises unless `nonfinite` is a choice that is open to the optimizer.
+
+    Args:
+        nonfinite: The argument of that name.
+        choices: All that there are.
+        optimizer: The optimizer.
+        variables: What is assigned to by it.
+    """
+    check_choice("nonfinite", nonfinite, choices)
+    if nonfinite != "apply" and _owns_dynamic_loss_scale(optimizer):
+        raise ValueError(
+            "`nonfinite` must be 'apply' with an optimizer that owns a "
+            "dynamic loss scale, which it brings down when it sees an "
+            f"infinity; got {nonfinite!r} with {optimizer!r} "
+            f"({_type_name(optimizer)}).")
+    if nonfinite != "skip":
+        return
+    if isinstance(optimizer, tf.train.SyncReplicasOptimizer):
+        raise ValueError(
+            "`nonfinite` must not be 'skip' with SyncReplicasOptimizer, for "
+            "whose gradients other workers wait.  Take 'skip_micro_batch' or "
+            "'raise'.")
+    # TensorFlow 1.14 has no such name, and control flow v1.
+    if getattr(tf, "control_flow_v2_enabled", bool)():
+        reference = [variable.op.name for variable in variables
+                     if variable.dtype != variable.dtype.base_dtype]
+        if reference:
+            raise ValueError(
+                "`nonfinite` must not be 'skip' for reference variables under "
+                "control flow v2, in which they cannot be assigned to: "
+                + ", ".join(reference) + ".  Call tf.compat.v1."
+                "enable_resource_variables() before they are made, or "
+                "tf.compat.v1.disable_control_flow_v2().")
+
+
+def check_flag(argument, value):
+    """Raises TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{argument}` must be True or False; got {value!r} "
+                        f"({_type_name(value)}).")
+
+
+def check_grads_and_vars(source, grads_and_vars):
+    """Returns what `source`, a function's name, returned as checked pairs."""
     pairs = []
+    # Before it is asked for its items: a tensor would say that it has none.
+    if isinstance(grads_and_vars, tf.Tensor) or not isinstance(
+            grads_and_vars, collections.abc.Iterable):
+        raise TypeError(f"`{source}` must return a list of pairs (gradient, "
+                        f"variable); got {grads_and_vars!r} "
+                        f"({_type_name(grads_and_vars)}).")
     for pair in grads_and_vars:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError("`optimizer.compute_gradients` must return pairs "
-                            f"(gradient, variable); got {pair!r}.")
+            raise TypeError(f"`{source}` must return pairs "
+                            f"(gradient, variable); got {pair!r} "
+                            f"({_type_name(pair)}).")
         gradient, variable = pair
         if not (gradient is None
                 or isinstance(gradient, (tf.Tensor, tf.IndexedSlices))):
             raise TypeError(
-                "A gradient must be a tf.Tensor, tf.IndexedSlices or None; "
-                f"got {gradient!r} ({_type_name(gradient)}).")
+                f"A gradient that `{source}` returns must be a tf.Tensor, "
+                f"tf.IndexedSlices or None; got {gradient!r} "
+                f"({_type_name(gradient)}).")
         if not isinstance(variable, VARIABLE_TYPE):
             raise TypeError(
-                "`optimizer.compute_gradients` must pair each gradient with "
-                f"a variable; got {variable!r} ({_type_name(variable)}).")
+                f"`{source}` must pair each gradient with a variable; got "
+                f"{variable!r} ({_type_name(variable)}).")
         pairs.append((gradient, variable))
-    check_distinct("grads_and_vars", [variable for _, variable in pairs])
+    check_distinct(source, [variable for _, variable in pairs])
+    return pairs
+
+
+def check_transformed(grads_and_vars, given):
+    """Returns what `transform_gradients` returned, but for what it dropped.
+
+    Args:
+        grads_and_vars: What it returned.
+        given: The variables of what it was given.
+
+    Raises:
+        TypeError: That is not pairs of a gradient and a variable, or a
+            gradient has no floating-point dtype where its variable has.
+        ValueError: A variable was not given to it, or comes twice, or has
+            another shape than its gradient; or no variable is left.
+    """
+    source = "transform_gradients"
+    pairs = [(gradient, variable) for gradient, variable
+             in check_grads_and_vars(source, grads_and_vars)
+             if gradient is not None]
+    if not pairs:
+        raise ValueError(f"`{source}` must return at least one gradient; got "
+                         f"{grads_and_vars!r}.")
+    given_ids = {id(variable) for variable in given}
+    for gradient, variable in pairs:
+        if id(variable) not in given_ids:
+            raise ValueError(
+                f"`{source}` must return variables that it was given; got "
+                f"{variable.op.name!r}, which is none of them: "
+                + ", ".join(variable.op.name for variable in given))
+        if (gradient.dtype.is_floating
+                != variable.dtype.base_dtype.is_floating):
+            raise TypeError(
+                f"`{source}` must return a gradient of its variable's dtype; "
+                f"got one of {gradient.dtype.name} for {variable.op.name!r} "
+                f"of {variable.dtype.base_dtype.name}.")
+        if isinstance(gradient, tf.Tensor) and not (
+                gradient.shape.is_compatible_with(variable.shape)):
+            raise ValueError(
+                f"`{source}` must return a gradient of its variable's shape; "
+                f"got one of {gradient.shape} for {variable.op.name!r} of "
+                f"{variable.shape}.")
     return pairs
 
 
@@ -202,6 +354,24 @@ def _flat_variables(var_list):
 def _is_partitioned(value):
     # TensorFlow has no public name for the class of partitioned variables.
     return hasattr(value, "as_tensor") and hasattr(value, "__iter__")
+
+
+def _owns_dynamic_loss_scale(optimizer):
+    """Returns whether it, or an optimizer inside it, holds a loss scale."""
+    experimental = tf.train.experimental
+    seen, inside = set(), [optimizer]
+    while inside:
+        owner = inside.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        for value in getattr(owner, "__dict__", {}).values():
+            if (isinstance(value, experimental.LossScale)
+                    and not isinstance(value, experimental.FixedLossScale)):
+                return True
+            if isinstance(value, tf.train.Optimizer):
+                inside.append(value)
+    return False
 
 
 def _takes_tape(compute_gradients):

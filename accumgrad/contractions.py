@@ -12,16 +12,11 @@ from typing import List, NamedTuple, Optional
 
 import tensorflow.compat.v1 as tf
 
+from accumgrad import graph_reading
+
 # A gradient that sums more is not worth storing; and terms that are shared
 # may be exponentially many.
 _MAX_TERMS = 1000
-
-# Ops that give their variable's value, or what follows from it, and leave it
-# as it is.  (Of a resource, Identity gives the handle.)
-_READS = ("ReadVariableOp", "Identity", "Shape", "VariableShape",
-          "ResourceGather", "ResourceGatherNd", "IsVariableInitialized",
-          "VarIsInitializedOp")
-_VARIABLES = ("Variable", "VariableV2", "VarHandleOp")
 
 # Ops whose outputs differ from run to run, or depend on which branch ran,
 # though TensorFlow does not call them stateful.
@@ -131,21 +126,22 @@ def find_constant_ops(operations, variables):
         variables: The variables that are trained.  They stay as they are
             through a cycle, but for those that one of the ops assigns to.
     """
-    upstream = list(_upstream(operations))
+    running = list(graph_reading.upstream(operations))
     steady = {variable.op.name for variable in variables}
-    for op in upstream:
-        if not _only_reads(op):
+    for op in running:
+        if not graph_reading.only_reads(op):
             steady.difference_update(tensor.op.name for tensor in op.inputs)
     constant, varying = set(), []
     followers = collections.defaultdict(list)
-    for op in upstream:
+    for op in running:
         constant.add(op.name)
         if op.name in steady:
             continue
-        for before in _directly_before(op):
+        for before in graph_reading.directly_before(op):
             followers[before.name].append(op)
         if not (_is_pure(op) or (
-                _only_reads(op) and op.inputs[0].op.name in steady)):
+                graph_reading.only_reads(op)
+                and op.inputs[0].op.name in steady)):
             varying.append(op)
     while varying:
         op = varying.pop()
@@ -199,7 +195,8 @@ def _keeps_order(permutation):
 def _as_product(tensor, shape):
     """Returns the `Product` that `tensor`, of this shape, is, or None."""
     op = tensor.op
-    if not tensor.dtype.is_floating or any(map(_is_reference, op.inputs)):
+    if not tensor.dtype.is_floating or any(
+            map(graph_reading.is_reference, op.inputs)):
         return None
     if op.type == "MatMul":
         return _matmul_product(op, shape)
@@ -259,50 +256,18 @@ def _find_lost_effect(gradient, products):
     factors = [factor.op for product in products
                for factor in (product.left, product.right)]
     kept = None
-    for op in _upstream([gradient.op], factors):
-        if _has_effect(op):
+    for op in graph_reading.upstream([gradient.op], factors):
+        if graph_reading.has_effect(op) or op.type in _EFFECTS:
             if kept is None:
-                kept = {op.name for op in _upstream(factors)}
+                kept = {op.name for op in graph_reading.upstream(factors)}
             if op.name not in kept:
                 return op.type
     return None
 
 
-def _upstream(operations, stop=()):
-    """Yields ops and all that runs before them, once each, not past `stop`."""
-    seen, stack = {op.name for op in stop}, list(operations)
-    while stack:
-        op = stack.pop()
-        if op.name not in seen:
-            seen.add(op.name)
-            yield op
-            stack.extend(_directly_before(op))
-
-
-def _directly_before(op):
-    return [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-
-
 def _is_pure(op):
     """Returns whether `op` has no effect, and depends on its inputs alone."""
     return not (op.type in _VARYING or op.op_def.is_stateful or any(
-        _is_reference(tensor) or tensor.dtype in (tf.resource, tf.variant)
+        graph_reading.is_reference(tensor)
+        or tensor.dtype in (tf.resource, tf.variant)
         for tensor in list(op.inputs) + list(op.outputs)))
-
-
-def _only_reads(op):
-    """Returns whether `op` leaves variables that it takes as they are."""
-    if op.type == "Identity":
-        return op.inputs[0].dtype != tf.resource
-    return op.type in _READS
-
-
-def _has_effect(op):
-    if op.type in _READS + _VARIABLES:
-        return False
-    return (op.op_def.is_stateful or op.type in _EFFECTS
-            or any(argument.is_ref for argument in op.op_def.input_arg))
-
-
-def _is_reference(tensor):
-    return tensor.dtype != tensor.dtype.base_dtype

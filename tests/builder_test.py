@@ -1,11 +1,14 @@
 """The builder by itself: its arguments, errors, global step and order."""
 
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tensorflow_2_or_1
 import tensorflow.compat.v1 as tf
 
 import accumgrad
+from optimizers import AdamW
 from optimizers import BertOptimizer
 from optimizers import sgd
 
@@ -307,6 +310,80 @@ def test_two_builders_in_one_graph(graph, x):
         session.run(second.accum_ops, {x: 0})
         session.run(second.train_op)
         assert session.run([a, b]) == [-7, 1 - 0.25 * 4]
+
+
+def test_gan_of_one_optimizer_class(graph, x):
+    # Interleaved, each as if it were alone.
+    def build(names):
+        losses = {name: tf.square(make_weights(name) * x) for name in names}
+        return {name: accumgrad.build_accumulation_ops(
+            loss, tf.train.AdamOptimizer(0.1), [variable])
+            for (name, loss), variable in zip(losses.items(),
+                                              tf.trainable_variables())}
+
+    def run(order):
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            for name, feeds in order:
+                accumgrad.run_cycle(session, ops[name],
+                                    [{x: value} for value in feeds])
+            return session.run(tf.trainable_variables())
+    ops = build(["generator", "discriminator"])
+    first = [("generator", [1, 2]), ("generator", [3])]
+    second = [("discriminator", [4]), ("discriminator", [5, 6, 7])]
+    together = run([first[0], second[0], second[1], first[1]])
+    assert together[0] == run(first)[0]
+    assert together[1] == run(second)[1]
+
+
+@pytest.mark.parametrize("make_optimizer, shared", [
+    (lambda: tf.train.AdamOptimizer(0.1), "beta1_power, beta2_power"),
+    (sgd, None),
+    (lambda: tf.train.MomentumOptimizer(0.1, 0.9), None),
+])
+def test_optimizer_object_in_two_builders(graph, x, make_optimizer, shared):
+    weights = [make_weights("a"), make_weights("b")]
+    optimizer = make_optimizer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for w in weights:
+            accumgrad.build_accumulation_ops(w * x, optimizer, [w])
+    messages = [str(warning.message) for warning in caught
+                if "accumgrad" in str(warning.message)]
+    if shared is None:
+        assert not messages
+    else:
+        [message] = messages
+        assert "same optimizer object" in message
+        assert f"Both of them move: {shared}." in message
+
+
+def test_optimizer_objects_of_their_own_do_not_warn(graph, x):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in "ab":
+            w = make_weights(name)
+            accumgrad.build_accumulation_ops(
+                w * x, tf.train.AdamOptimizer(0.1), [w])
+    assert not [warning for warning in caught
+                if "accumgrad" in str(warning.message)]
+
+
+# Weight decay that is no part of the gradient.
+
+@pytest.mark.parametrize("make_optimizer", [
+    lambda: AdamW(0.1, 0.0), lambda: BertOptimizer(0.0625, 1.6)],
+    ids=["AdamW", "Bert"])
+def test_decoupled_weight_decay_is_once_a_cycle(graph, x, make_optimizer,
+                                                use_resource, door):
+    # With no gradient, all that an update does is to take a tenth off.
+    w = make_weights(use_resource=use_resource)
+    trainer = door(w * x, make_optimizer(), 8)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        for cycle in (1, 2, 3):
+            trainer.run_cycle(session, [{x: 0}] * 8)
+            np.testing.assert_allclose(session.run(w), 0.9 ** cycle, 1e-6)
 
 
 # Order.

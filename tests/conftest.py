@@ -3,6 +3,9 @@
 import pytest
 import tensorflow.compat.v1 as tf
 
+from doors import DOORS
+from models import form  # noqa: F401, a fixture
+
 # "v2" is what a program has that calls `disable_eager_execution()` alone.
 BEHAVIORS = ["v1", "v2"] if tf.__version__ >= "2" else ["v1"]
 
@@ -34,3 +37,9 @@ def graph(behavior):
 @pytest.fixture(params=["reference", "resource"])
 def use_resource(request):
     return request.param == "resource"
+
+
+@pytest.fixture(params=sorted(DOORS))
+def door(request):
+    """A class of doors.py."""
+    return DOORS[request.param]

@@ -43,6 +43,25 @@ class BertOptimizer(tf.train.Optimizer):
         return tf.group(*assignments, name=name)
 
 
+class AdamW(tf.train.AdamOptimizer):
+    """As legacy code has it: decays each variable, then lets Adam update it.
+
+    Loshchilov and Hutter, 2019: the decay is no part of the gradient.
+    """
+
+    def __init__(self, weight_decay, learning_rate):
+        super().__init__(learning_rate, name="AdamW")
+        self.weight_decay = weight_decay
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        grads_and_vars = list(grads_and_vars)
+        decay_ops = [
+            variable.assign_sub(self.weight_decay * variable)
+            for gradient, variable in grads_and_vars if gradient is not None]
+        with tf.control_dependencies(decay_ops):
+            return super().apply_gradients(grads_and_vars, global_step, name)
+
+
 class GivenPairs:
     """An optimizer-shaped object that has its gradients already."""
 

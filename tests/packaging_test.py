@@ -17,16 +17,19 @@ MODULES = sorted(name[:-len(".py")] for name in os.listdir(PACKAGE)
                  if name.endswith(".py"))
 
 # What each module may import of ours; "accumgrad" is the public package.
-BELOW_BUILDER = {"accumulators", "checks"}
+BELOW_BUILDER = {"accumulators", "checks", "graph_reading"}
 MAY_IMPORT = {
     "__init__": set(MODULES),
     "demo": {"accumgrad"},
     "session_loop": {"checks"},
     "optimizer": {"builder"} | BELOW_BUILDER,
     "micro_batching": {"builder"} | BELOW_BUILDER,
-    "builder": BELOW_BUILDER | {"describe"},
+    "builder": BELOW_BUILDER | {"describe", "update_ops"},
+    "update_ops": BELOW_BUILDER,
+    "transforms": set(),
     "accumulators": {"contractions", "checks"},
-    "contractions": set(),
+    "contractions": {"graph_reading"},
+    "graph_reading": set(),
     "describe": set(),
     "checks": set(),
     "requirements": set(),

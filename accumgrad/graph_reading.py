@@ -1,0 +1,83 @@
+"""Reads off the graph what runs before an op, and what an op writes to.
+
+Adds no op, and knows nothing of gradients or cycles.
+"""
+
+import tensorflow.compat.v1 as tf
+
+# Ops that give their variable's value, or what follows from it, and leave it
+# as it is.  (Of a resource, Identity gives the handle.)
+_READS = ("ReadVariableOp", "Identity", "Shape", "VariableShape",
+          "ResourceGather", "ResourceGatherNd", "IsVariableInitialized",
+          "VarIsInitializedOp")
+
+# Ops by which control flow v1 hands a variable on, into a branch or a loop.
+_HANDS_ON = ("Switch", "RefSwitch", "Enter", "RefEnter")
+
+_VARIABLES = ("Variable", "VariableV2", "VarHandleOp")
+
+
+def upstream(operations, stop=()):
+    """Yields ops and all that runs before them, once each, not past `stop`."""
+    seen, stack = {op.name for op in stop}, list(operations)
+    while stack:
+        op = stack.pop()
+        if op.name not in seen:
+            seen.add(op.name)
+            yield op
+            stack.extend(directly_before(op))
+
+
+def directly_before(op):
+    """Returns the ops for which `op` waits."""
+    return [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+
+
+def only_reads(op):
+    """Returns whether `op` leaves variables that it takes as they are."""
+    if op.type == "Identity":
+        return op.inputs[0].dtype != tf.resource
+    return op.type in _READS
+
+
+def is_reference(tensor):
+    """Returns whether `tensor` is a reference variable's own memory."""
+    return tensor.dtype != tensor.dtype.base_dtype
+
+
+def has_effect(op):
+    """Returns whether `op` does more than to compute its outputs."""
+    if op.type in _READS + _VARIABLES:
+        return False
+    return op.op_def.is_stateful or any(
+        argument.is_ref for argument in op.op_def.input_arg)
+
+
+def find_written(operations):
+    """Returns the names of the variables' ops that `operations` may write to.
+
+    An op that calls a function may write to each variable handed to it.
+    """
+    written = set()
+    for op in operations:
+        if only_reads(op) or _hands_on(op):
+            continue
+        takes_references = any(
+            argument.is_ref for argument in op.op_def.input_arg)
+        for tensor in op.inputs:
+            if tensor.dtype == tf.resource or (
+                    takes_references and is_reference(tensor)):
+                written.add(_source(tensor).op.name)
+    return written
+
+
+def _source(tensor):
+    """Returns the tensor that is handed on as `tensor`."""
+    while _hands_on(tensor.op):
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _hands_on(op):
+    return op.type in _HANDS_ON or (
+        op.type == "Identity" and op.inputs[0].dtype == tf.resource)
