@@ -8,6 +8,7 @@ from accumgrad.builder import AccumulationOps  # noqa: E402
 from accumgrad.builder import build_accumulation_ops  # noqa: E402
 from accumgrad.describe import AccumulatorDescription  # noqa: E402
 from accumgrad.describe import describe_accumulators  # noqa: E402
+from accumgrad.optimizer import AccumulatingOptimizer  # noqa: E402
 from accumgrad.session_loop import CycleResult  # noqa: E402
 from accumgrad.session_loop import run_cycle  # noqa: E402
 from accumgrad.session_loop import run_cycles  # noqa: E402
@@ -16,6 +17,7 @@ from accumgrad.transforms import clip_by_global_norm  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccumulatingOptimizer",
     "AccumulationOps",
     "AccumulatorDescription",
     "CycleResult",

@@ -6,6 +6,7 @@ Every accumulator has the same small interface:
     dtype                of the sum
     micro_batch_bytes    what one micro-batch makes it store, in bytes
     zero_ops             empty it, and initialise it if it never was
+    zero()               an op that does so, made where it is called
     is_finite()          whether one micro-batch's gradient has neither a NaN
                          nor an infinity, a scalar bool `Tensor`
     accumulate(weight)   an op that adds one micro-batch's gradient, times a
@@ -23,6 +24,7 @@ module that creates variables; it knows of no optimizer, loss or cycle.
 import tensorflow.compat.v1 as tf
 
 from accumgrad import contractions
+from accumgrad import graph_reading
 
 # Stored elements up to which rows are never folded: a MB costs less than
 # adding up a small table's rows at every micro-batch.
@@ -112,6 +114,9 @@ class DenseAccumulator:
         self.dtype = self._sum.dtype
         self.zero_ops = self._sum.zero_ops
 
+    def zero(self):
+        return self._sum.zero()
+
     def is_finite(self):
         return all_finite([self._gradient])
 
@@ -165,6 +170,10 @@ class ContractionAccumulator:
         self.micro_batch_bytes = _factor_bytes(products)
         self.early_reads = []
 
+    def zero(self):
+        return tf.group(self._sum.zero(), self._left.zero(),
+                        self._right.zero(), reset(self._num_rows))
+
     def is_finite(self):
         # What they are multiplied to is, unless that is too large.
         return all_finite([factor for product in self._products
@@ -211,9 +220,12 @@ class ContractionAccumulator:
     def _read_constants(self, total_weight):
         matrix_shape = [self._products[0].num_left,
                         self._products[0].num_right]
+        # Made anew here: in a branch of `tf.cond`, an op from outside runs
+        # whichever branch is taken, which would be with each micro-batch.
+        constants = graph_reading.rebuild(self._constants)
         return tf.cast(total_weight, self._sum.dtype) * tf.add_n([
             tf.reshape(tf.cast(constant, self._sum.dtype), matrix_shape)
-            for constant in self._constants])
+            for constant in constants])
 
     def _multiply(self):
         return tf.matmul(tf.cast(self._left.concat(), self._sum.dtype),
@@ -223,7 +235,7 @@ class ContractionAccumulator:
     def _fold(self):
         with tf.control_dependencies([self._sum.add(self._multiply())]):
             return tf.group(self._left.clear(), self._right.clear(),
-                            _reset(self._num_rows))
+                            reset(self._num_rows))
 
 
 class RowsAccumulator:
@@ -262,6 +274,11 @@ class RowsAccumulator:
         self.micro_batch_bytes = _known_bytes(
             [(gradient.values.shape, self._values.dtype),
              (gradient.indices.shape, self._indices.dtype)])
+
+    def zero(self):
+        return tf.group(self._sum.zero(), self._touched.zero(),
+                        self._values.zero(), self._indices.zero(),
+                        reset(self._num_stored))
 
     def is_finite(self):
         return all_finite([self._gradient.values])
@@ -325,7 +342,7 @@ class RowsAccumulator:
                 updates=True)]
         with tf.control_dependencies(added):
             return tf.group(self._values.clear(), self._indices.clear(),
-                            _reset(self._num_stored))
+                            reset(self._num_stored))
 
 
 class _EagerSum:
@@ -333,9 +350,14 @@ class _EagerSum:
 
     def __init__(self, name, shape, dtype, saved=False):
         self.dtype = dtype
-        self._variable = state_variable(
-            name, lambda: tf.zeros(shape, dtype), dtype, saved=saved)
+        self._make_zeros = lambda: tf.zeros(shape, dtype)
+        self._variable = state_variable(name, self._make_zeros, dtype,
+                                        saved=saved)
         self.zero_ops = [self._variable.initializer]
+
+    def zero(self):
+        """Returns an op that makes it zeros."""
+        return self._variable.assign(self._make_zeros(), read_value=False)
 
     def add(self, value):
         """Returns the op that adds `value`."""
@@ -353,11 +375,11 @@ class _LazySum:
 
     def __init__(self, name, dtype, saved=False):
         self.dtype = dtype
-        self._variable = state_variable(
-            name,
-            # Never fed: it hides the static shape of the scalar.
-            lambda: tf.placeholder_with_default(tf.zeros([], dtype), None),
-            dtype, validate_shape=False, saved=saved)
+        # Never fed: it hides the static shape of the scalar.
+        self._make_scalar = lambda: tf.placeholder_with_default(
+            tf.zeros([], dtype), None)
+        self._variable = state_variable(name, self._make_scalar, dtype,
+                                        validate_shape=False, saved=saved)
         self.handle = self._variable.handle
         # Not read off the value's shape: the graph optimizer takes the shape
         # that is assigned anywhere for the one that it always has.
@@ -366,6 +388,12 @@ class _LazySum:
             saved=saved)
         self.zero_ops = [self._variable.initializer,
                          self._started.initializer]
+
+    def zero(self):
+        """Returns an op that makes it a sum that was never started."""
+        return tf.group(
+            self._variable.assign(self._make_scalar(), read_value=False),
+            self._started.assign(False, read_value=False))
 
     def is_started(self):
         return self._started.read_value()
@@ -406,6 +434,10 @@ class _TensorListVariable:
         self._element_shape = _list_element_shape(item_shape)
         self._variable = state_variable(name, self._new_list, tf.variant)
         self.initializer = self._variable.initializer
+
+    def zero(self):
+        """Returns an op that makes it a list to which nothing was pushed."""
+        return self._variable.assign(self._new_list(), read_value=False)
 
     def push(self, tensor):
         """Returns the op that appends `tensor`."""
@@ -498,8 +530,8 @@ def _none_if_zero(rows, weight):
     return rows[:tf.where(weight > 0, tf.shape(rows)[0], 0)]
 
 
-def _reset(count):
-    """Returns an op that makes the count zero."""
+def reset(count):
+    """Returns an op that makes the count zero, made where it is called."""
     # Not its initializer: within a branch of `tf.cond`, an op from outside
     # runs whichever branch is taken.
     return count.assign(tf.zeros([], count.dtype.base_dtype),

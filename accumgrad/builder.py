@@ -1,7 +1,7 @@
 """Builds the three ops of the accumulation recipe into the graph.
 
 Reads top to bottom as the recipe: compute, accumulate, reduce, apply.  It
-knows nothing of sessions, nor of how an accumulator holds its gradient.
+knows nothing of sessions, nor of how gradients are accumulated.
 """
 
 import warnings
@@ -13,13 +13,9 @@ import tensorflow.compat.v1 as tf
 
 from accumgrad import accumulators as accumulators_lib
 from accumgrad import checks
+from accumgrad import cycle as cycle_lib
 from accumgrad import describe
 from accumgrad import graph_reading
-from accumgrad import update_ops as update_ops_lib
-
-REDUCTIONS = ("sum", "mean")
-NONFINITE = ("apply", "skip", "skip_micro_batch", "raise")
-ACCUMULATORS = ("auto", "dense")
 
 # Graph -> the optimizers that a builder was given for it.
 _OPTIMIZERS = weakref.WeakKeyDictionary()
@@ -143,103 +139,58 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
             `accumulators="dense"`.
     """
     checks.check_graph_mode()
-    checks.check_choice("reduction", reduction, REDUCTIONS)
-    checks.check_choice("accumulators", accumulators, ACCUMULATORS)
-    checks.check_flag("save_accumulators", save_accumulators)
     checks.check_loss(loss)
     checks.check_optimizer(optimizer)
-    checks.check_weight(weight)
-    checks.check_transform(transform_gradients)
     checks.check_global_step(global_step)
     checks.check_name(name)
-    update_ops = checks.check_update_ops(update_ops)
     var_list = checks.check_var_list(var_list, optimizer)
-    checks.check_nonfinite(
-        nonfinite, NONFINITE, optimizer,
-        (tf.trainable_variables() if var_list is None else var_list)
-        + ([] if global_step is None else [global_step]))
+    options = cycle_lib.check_options(cycle_lib.Options(
+        reduction, weight, transform_gradients, update_ops, nonfinite,
+        accumulators, save_accumulators), optimizer)
+    if nonfinite == "skip":
+        checks.check_conditional(
+            "`nonfinite` must not be 'skip'", optimizer,
+            (tf.trainable_variables() if var_list is None else var_list)
+            + ([] if global_step is None else [global_step]))
 
     # Gradients and slots are named as `optimizer.minimize` would name them
     # here: the library's own name scope is open round its own ops alone.
     with tf.control_dependencies(None):
         grads_and_vars = _compute_gradients(loss, optimizer, var_list,
                                             colocate_gradients_with_ops)
-    variables = [variable for _, variable in grads_and_vars]
-    weighted = weight is not None or nonfinite == "skip_micro_batch"
-    with tf.name_scope(name) as scope:
-        with tf.control_dependencies(update_ops):
-            # Only an op can tell what control dependencies the caller has
-            # set, which are update ops as well.
-            updated = tf.no_op(name="updated")
-    with tf.control_dependencies(None), tf.name_scope(scope):
-        if weight is not None:
-            # A number as exact as it can be: by itself it would be float32.
-            weight = tf.convert_to_tensor(
-                weight, tf.float64 if isinstance(weight, float) else None,
-                name="weight")
-        held = accumulators_lib.make_accumulators(
-            grads_and_vars, accumulators,
-            [loss.op, updated] + ([] if weight is None else [weight.op]),
-            weighted=weighted, saved=save_accumulators)
-        with tf.device(loss.device):
-            total_weight = accumulators_lib.count_variable(
-                "num_micro_batches" if weight is None else "total_weight",
-                _total_dtype(weight), saved=save_accumulators)
-        zero_ops = [op for accumulator in held for op in accumulator.zero_ops]
-        zero_ops.append(total_weight.initializer)
-        if nonfinite == "skip_micro_batch":
-            updates = update_ops_lib.RevocableUpdates(
-                [updated], variables, save_accumulators)
-            zero_ops.extend(updates.zero_ops)
-
-    # Only these stay under the caller's control dependencies.  They wait for
-    # the loss, so that a run that fails for want of data counts for nothing.
-    with tf.name_scope(scope), tf.control_dependencies(
-            [loss, updated] + _check_weight(weight)):
-        settled = []
-        if nonfinite == "skip_micro_batch":
-            finite = _all([accumulator.is_finite() for accumulator in held])
-            settled = [updates.settle(finite)]
-            weight = (tf.cast(finite, total_weight.dtype) if weight is None
-                      else tf.where(finite, weight, tf.zeros_like(weight)))
-        accum_ops = [accumulator.accumulate(weight) for accumulator in held]
-        accum_ops.append(total_weight.assign_add(
-            1 if weight is None else tf.cast(weight, total_weight.dtype),
-            read_value=False))
-        # As one: what a session run is asked for costs it time, op by op.
-        accum_ops = [tf.group(*(accum_ops + settled), name="accumulate")]
+    scope = open_scope(name)
+    # Only this stays under the caller's control dependencies.
+    cycle = cycle_lib.Cycle(grads_and_vars, options, loss, scope)
+    accum_ops = [cycle.accumulate()]
 
     with tf.control_dependencies(None):
         # What is applied is read behind the check, so that nothing moves
         # where it fails.
         with tf.name_scope(scope):
-            accumulated = _check_accumulated(total_weight, weighted)
-        with tf.name_scope(scope), tf.control_dependencies([accumulated]):
-            total = total_weight.read_value()
-            divisor = total if reduction == "mean" else None
-            reduced = [_reduce(accumulator.read(total), divisor)
-                       for accumulator in held]
-        reduced_and_vars = list(zip(reduced, variables))
-        if transform_gradients is not None:
-            reduced_and_vars = checks.check_transformed(
-                transform_gradients(reduced_and_vars), variables)
-        applied = {id(variable) for _, variable in reduced_and_vars}
-        before_update = [accumulated] + [
-            tensor for accumulator, variable in zip(held, variables)
-            if id(variable) in applied for tensor in accumulator.early_reads]
+            accumulated = cycle_lib.check(
+                cycle.is_accumulated(),
+                "accumgrad: train_op found nothing accumulated since zero_ops"
+                + (", or only micro-batches that count for nothing"
+                   if cycle.is_weighted else "")
+                + ".  Run accum_ops at least once before it.")
+        with tf.control_dependencies([accumulated]):
+            reduced_and_vars = cycle.reduce()
+        reduced_and_vars = cycle.transform(reduced_and_vars)
+        before_update = [accumulated] + cycle.early_reads(reduced_and_vars)
+        condition = None
         with tf.name_scope(scope):
-            reduced_and_vars = _cast_back(reduced_and_vars, grads_and_vars)
-            condition = None
             if nonfinite == "raise":
-                before_update += _check_finite(reduced_and_vars)
+                before_update += [
+                    cycle_lib.check(*finite)
+                    for finite in cycle.are_finite(reduced_and_vars)]
             elif nonfinite == "skip":
-                condition = _all([_is_finite(gradient)
-                                  for gradient, _ in reduced_and_vars])
-        _warn_if_shared(optimizer)
-        train_op = _apply(reduced_and_vars, optimizer, global_step,
-                          before_update, condition, scope)
-    describe.remember(train_op, held, grads_and_vars)
-    return AccumulationOps(zero_ops, accum_ops, train_op)
+                condition = cycle_lib.all_of(
+                    cycle.are_finite(reduced_and_vars))
+        warn_if_shared(optimizer)
+        train_op = apply(reduced_and_vars, optimizer, global_step,
+                         before_update, condition, scope)
+    describe.remember(train_op, cycle.accumulators, grads_and_vars)
+    return AccumulationOps(cycle.zero_ops, accum_ops, train_op)
 
 
 def _compute_gradients(loss, optimizer, var_list, colocate_gradients_with_ops):
@@ -262,77 +213,13 @@ def _compute_gradients(loss, optimizer, var_list, colocate_gradients_with_ops):
     return with_gradient
 
 
-def _total_dtype(weight):
-    """Returns the dtype in which weights add up, int64 where they can."""
-    return (tf.int64 if weight is None or weight.dtype.is_integer
-            else tf.float64)
+def open_scope(name):
+    """Returns the name scope for the library's ops, which is new."""
+    with tf.name_scope(name) as scope:
+        return scope
 
 
-def _check_weight(weight):
-    """Returns the ops that fail where `weight` is not to be used."""
-    if weight is None:
-        return []
-    as_float64 = tf.cast(weight, tf.float64)
-    return [tf.raw_ops.Assert(
-        condition=(as_float64 >= 0) & tf.is_finite(as_float64),
-        data=[tf.constant("accumgrad: `weight` must be at least 0 and "
-                          "finite; nothing was accumulated.  Got:"), weight])]
-
-
-def _check_accumulated(total_weight, weighted):
-    message = ("accumgrad: train_op found nothing accumulated since zero_ops"
-               + (", or only micro-batches that count for nothing"
-                  if weighted else "")
-               + ".  Run accum_ops at least once before it.")
-    return tf.raw_ops.Assert(condition=total_weight.read_value() > 0,
-                             data=[tf.constant(message)])
-
-
-def _check_finite(grads_and_vars):
-    """Returns the ops that fail where a gradient has a NaN or infinity."""
-    return [tf.raw_ops.Assert(
-        condition=_is_finite(gradient),
-        data=[tf.constant(
-            f"accumgrad: the gradient of {variable.op.name} has a NaN or an "
-            "infinity; nothing was applied.")])
-            for gradient, variable in grads_and_vars]
-
-
-def _is_finite(gradient):
-    return accumulators_lib.all_finite(
-        [gradient.values if isinstance(gradient, tf.IndexedSlices)
-         else gradient])
-
-
-def _all(conditions):
-    return tf.reduce_all(tf.stack(conditions))
-
-
-def _map_values(function, gradient):
-    """Returns `function(gradient)`, of `IndexedSlices` that of the values."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(function(gradient.values), gradient.indices,
-                                gradient.dense_shape)
-    return function(gradient)
-
-
-def _reduce(total, divisor):
-    if divisor is None:
-        return total
-    return _map_values(
-        lambda values: values / tf.cast(divisor, values.dtype), total)
-
-
-def _cast_back(reduced_and_vars, grads_and_vars):
-    """Returns the pairs with each gradient in the dtype that it came in."""
-    dtypes = {id(variable): gradient.dtype
-              for gradient, variable in grads_and_vars}
-    return [(_map_values(lambda values, dtype=dtypes[id(variable)]:
-                         tf.cast(values, dtype), gradient), variable)
-            for gradient, variable in reduced_and_vars]
-
-
-def _warn_if_shared(optimizer):
+def warn_if_shared(optimizer):
     """Warns where the optimizer has state that another builder moves too."""
     if not isinstance(optimizer, tf.train.Optimizer):
         return
@@ -353,8 +240,8 @@ def _warn_if_shared(optimizer):
     optimizers.add(optimizer)
 
 
-def _apply(grads_and_vars, optimizer, global_step, before_update, condition,
-           scope):
+def apply(grads_and_vars, optimizer, global_step, before_update, condition,
+          scope):
     """Returns the op that applies the gradients and moves `global_step`.
 
     Args:
@@ -366,21 +253,16 @@ def _apply(grads_and_vars, optimizer, global_step, before_update, condition,
             changed.  None where it always does.
         scope: The library's name scope.
     """
-    graph = tf.get_default_graph()
     train_ops = tf.get_collection_ref(tf.GraphKeys.TRAIN_OP)
     num_train_ops = len(train_ops)
     if condition is not None:
         with tf.name_scope(scope), tf.control_dependencies(before_update):
             condition = tf.identity(condition)
-        # In the branch, the optimizer's names are those from outside again.
-        outside = graph.get_name_scope()
-
-        def apply_and_step():
-            with tf.name_scope(outside + "/" if outside else None):
-                return _apply_and_step(grads_and_vars, optimizer, global_step,
-                                       scope)
+        outside = tf.get_default_graph().get_name_scope()
         with tf.name_scope(scope):
-            train_op = accumulators_lib.run_if(condition, apply_and_step)
+            train_op = accumulators_lib.run_if(
+                condition, in_name_scope(outside, lambda: _apply_and_step(
+                    grads_and_vars, optimizer, global_step, scope)))
     else:
         # Adam's sparse rule decays its slots whatever the gradient is, so the
         # gradients' own order behind the check is not enough.  Only
@@ -390,7 +272,7 @@ def _apply(grads_and_vars, optimizer, global_step, before_update, condition,
         if isinstance(optimizer, tf.train.SyncReplicasOptimizer):
             with tf.name_scope(scope), tf.control_dependencies(before_update):
                 grads_and_vars = [
-                    (_map_values(tf.identity, gradient), variable)
+                    (cycle_lib.map_values(tf.identity, gradient), variable)
                     for gradient, variable in grads_and_vars]
             before_update = []
         with tf.control_dependencies(before_update):
@@ -401,6 +283,17 @@ def _apply(grads_and_vars, optimizer, global_step, before_update, condition,
     # The optimizer's own op, if it put it there, is not the one to fetch.
     train_ops[num_train_ops:] = [train_op]
     return train_op
+
+
+def in_name_scope(name_scope, build):
+    """Returns `build` made to run in the name scope, from within a branch.
+
+    So that the optimizer's variables have the names that they have outside.
+    """
+    def build_in_scope():
+        with tf.name_scope(name_scope + "/" if name_scope else None):
+            return build()
+    return build_in_scope
 
 
 def _apply_and_step(grads_and_vars, optimizer, global_step, scope):

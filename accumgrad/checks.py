@@ -207,39 +207,38 @@ def check_transform(transform_gradients):
             f"{transform_gradients!r} ({_type_name(transform_gradients)}).")
 
 
-def check_nonfinite(nonfinite, choices, optimizer, variables):
-    """Raises unless `nonfinite` is a choice that is open to the optimizer.
-
-    Args:
-        nonfinite: The argument of that name.
-        choices: All that there are.
-        optimizer: The optimizer.
-        variables: What is assigned to by it.
-    """
-    check_choice("nonfinite", nonfinite, choices)
+def check_loss_scale(nonfinite, optimizer):
+    """Raises ValueError if an infinity would be hidden from the optimizer."""
     if nonfinite != "apply" and _owns_dynamic_loss_scale(optimizer):
         raise ValueError(
             "`nonfinite` must be 'apply' with an optimizer that owns a "
             "dynamic loss scale, which it brings down when it sees an "
             f"infinity; got {nonfinite!r} with {optimizer!r} "
             f"({_type_name(optimizer)}).")
-    if nonfinite != "skip":
-        return
+
+
+def check_conditional(what, optimizer, variables):
+    """Raises ValueError if it is not possible to apply in a `tf.cond`.
+
+    Args:
+        what: What cannot be done then, the beginning of the message.
+        optimizer: The optimizer.
+        variables: What is assigned to by it.
+    """
     if isinstance(optimizer, tf.train.SyncReplicasOptimizer):
         raise ValueError(
-            "`nonfinite` must not be 'skip' with SyncReplicasOptimizer, for "
-            "whose gradients other workers wait.  Take 'skip_micro_batch' or "
-            "'raise'.")
+            f"{what} with SyncReplicasOptimizer, for whose gradients other "
+            "workers wait.")
     # TensorFlow 1.14 has no such name, and control flow v1.
     if getattr(tf, "control_flow_v2_enabled", bool)():
         reference = [variable.op.name for variable in variables
                      if variable.dtype != variable.dtype.base_dtype]
         if reference:
             raise ValueError(
-                "`nonfinite` must not be 'skip' for reference variables under "
-                "control flow v2, in which they cannot be assigned to: "
-                + ", ".join(reference) + ".  Call tf.compat.v1."
-                "enable_resource_variables() before they are made, or "
+                f"{what} for reference variables under control flow v2, in "
+                "which they cannot be assigned to: " + ", ".join(reference)
+                + ".  Call tf.compat.v1.enable_resource_variables() before "
+                "they are made, or "
                 "tf.compat.v1.disable_control_flow_v2().")
 
 
@@ -250,33 +249,35 @@ def check_flag(argument, value):
                         f"({_type_name(value)}).")
 
 
-def check_grads_and_vars(source, grads_and_vars):
-    """Returns what `source`, a function's name, returned as checked pairs."""
-    pairs = []
+def check_grads_and_vars(name, grads_and_vars, must="must return"):
+    """Returns checked pairs: what the function `name` returned.
+
+    Or what the argument `name` has; then it "must have" them.
+    """
+    pairs, what = [], f"`{name}` {must}"
     # Before it is asked for its items: a tensor would say that it has none.
     if isinstance(grads_and_vars, tf.Tensor) or not isinstance(
             grads_and_vars, collections.abc.Iterable):
-        raise TypeError(f"`{source}` must return a list of pairs (gradient, "
-                        f"variable); got {grads_and_vars!r} "
+        raise TypeError(f"{what} a list of pairs (gradient, variable); "
+                        f"got {grads_and_vars!r} "
                         f"({_type_name(grads_and_vars)}).")
     for pair in grads_and_vars:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"`{source}` must return pairs "
-                            f"(gradient, variable); got {pair!r} "
-                            f"({_type_name(pair)}).")
+            raise TypeError(f"{what} pairs (gradient, variable); got "
+                            f"{pair!r} ({_type_name(pair)}).")
         gradient, variable = pair
         if not (gradient is None
                 or isinstance(gradient, (tf.Tensor, tf.IndexedSlices))):
             raise TypeError(
-                f"A gradient that `{source}` returns must be a tf.Tensor, "
+                f"{what} gradients that are each a tf.Tensor, "
                 f"tf.IndexedSlices or None; got {gradient!r} "
                 f"({_type_name(gradient)}).")
         if not isinstance(variable, VARIABLE_TYPE):
             raise TypeError(
-                f"`{source}` must pair each gradient with a variable; got "
-                f"{variable!r} ({_type_name(variable)}).")
+                f"{what} each gradient with a variable; got {variable!r} "
+                f"({_type_name(variable)}).")
         pairs.append((gradient, variable))
-    check_distinct(source, [variable for _, variable in pairs])
+    check_distinct(name, [variable for _, variable in pairs])
     return pairs
 
 
@@ -320,6 +321,23 @@ def check_transformed(grads_and_vars, given):
                 f"got one of {gradient.shape} for {variable.op.name!r} of "
                 f"{variable.shape}.")
     return pairs
+
+
+def check_num_micro_batches(num_micro_batches):
+    """Raises unless it is an integer of at least 1 or an integer scalar."""
+    name = "num_micro_batches"
+    if not isinstance(num_micro_batches, (tf.Tensor, VARIABLE_TYPE)):
+        check_positive_integer(name, num_micro_batches)
+        return
+    if not (num_micro_batches.dtype.base_dtype.is_integer
+            and num_micro_batches.shape.is_compatible_with([])):
+        raise TypeError(
+            f"`{name}` must be a scalar of an integer dtype; got "
+            f"{num_micro_batches.name!r} of shape {num_micro_batches.shape} "
+            f"and dtype {num_micro_batches.dtype.base_dtype.name}.")
+    if num_micro_batches.graph is not tf.get_default_graph():
+        raise ValueError(f"`{name}` must be in the default graph; got "
+                         f"{num_micro_batches.name!r} of another graph.")
 
 
 def check_positive_integer(argument, value):

@@ -1,6 +1,6 @@
 """Reads off the graph what runs before an op, and what an op writes to.
 
-Adds no op, and knows nothing of gradients or cycles.
+It knows nothing of gradients or cycles.
 """
 
 import tensorflow.compat.v1 as tf
@@ -31,6 +31,32 @@ def upstream(operations, stop=()):
 def directly_before(op):
     """Returns the ops for which `op` waits."""
     return [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+
+
+def rebuild(tensors):
+    """Returns the tensors made anew where it is called, of the same values.
+
+    Args:
+        tensors: What depends on nothing but constants and variables, through
+            ops without an effect.  Large arrays are not copied: constants
+            stay the same ops.
+    """
+    rebuilt = {}
+
+    def rebuild_tensor(tensor):
+        op = tensor.op
+        if op.type in _VARIABLES or op.type == "Const":
+            return tensor
+        if op.name not in rebuilt:
+            rebuilt[op.name] = tf.get_default_graph().create_op(
+                op.type, [rebuild_tensor(before) for before in op.inputs],
+                [output.dtype for output in op.outputs],
+                # Where it was placed need not be where this is.
+                attrs={name: value for name, value
+                       in op.node_def.attr.items()
+                       if not name.startswith("_")})
+        return rebuilt[op.name].outputs[tensor.value_index]
+    return [rebuild_tensor(tensor) for tensor in tensors]
 
 
 def only_reads(op):

@@ -14,7 +14,7 @@ class RevocableUpdates:
     """The variables that update ops write to, and what they were before.
 
     Attributes:
-        zero_ops: Keep the values with which a cycle begins.
+        zero_ops: Keep the values that the variables have now.
     """
 
     def __init__(self, update_ops, trained, saved):
@@ -32,10 +32,18 @@ class RevocableUpdates:
                  tf.global_variables() + tf.local_variables()}
         self._variables = [known[name]
                            for name in sorted(written.intersection(known))]
-        self._copies = [_make_copy(variable, saved)
+        # Where the initializers of ours run before the variables have values,
+        # there is nothing to go back to until a micro-batch is over.  One
+        # tensor tells, so that all of them find the same.
+        initialized = tf.reduce_all(tf.stack(
+            [tf.constant(True)] + [tf.is_variable_initialized(variable)
+                                   for variable in self._variables]))
+        self._known = accumulators.state_variable(
+            "updates_known", lambda: initialized, tf.bool, saved=saved)
+        self._copies = [_make_copy(variable, initialized, saved)
                         for variable in self._variables]
-        self.zero_ops = [self._copy(copy, variable.read_value())
-                         for variable, copy in self._pairs()]
+        self.zero_ops = [self._keep([
+            variable.read_value() for variable in self._variables])]
 
     def settle(self, counts):
         """Returns the op that keeps what the updates did, or takes it back.
@@ -45,29 +53,55 @@ class RevocableUpdates:
         Args:
             counts: Whether the micro-batch counts, a scalar bool `Tensor`.
         """
-        settled = [tf.where(counts, variable.read_value(), copy.read_value())
-                   for variable, copy in self._pairs()]
+        check = tf.raw_ops.Assert(
+            condition=counts | self._known.read_value(),
+            data=[tf.constant(
+                "accumgrad: the first micro-batch of a session is to be "
+                "skipped, and what its update ops did cannot be taken back.  "
+                "Run tf.compat.v1.local_variables_initializer() once the "
+                "variables are initialised or restored.")])
+        with tf.control_dependencies([check]):
+            settled = [
+                _choose(counts, variable.read_value(), copy.read_value())
+                for variable, copy in zip(self._variables, self._copies)]
         # All are read before one is written.
         with tf.control_dependencies(settled):
-            return tf.group(*[
-                tf.group(tf.assign(variable, value), self._copy(copy, value))
-                for value, (variable, copy) in zip(settled, self._pairs())])
+            return tf.group(self._keep(settled), *[
+                tf.assign(variable, value)
+                for variable, value in zip(self._variables, settled)])
 
-    def _pairs(self):
-        return list(zip(self._variables, self._copies))
+    def forget(self):
+        """Returns an op that keeps nothing, made where it is called."""
+        return tf.group(self._known.assign(False, read_value=False), *[
+            copy.assign(_nothing(copy.dtype), read_value=False)
+            for copy in self._copies])
 
-    @staticmethod
-    def _copy(copy, value):
-        # A reference variable's value is its own memory.
-        return copy.assign(tf.raw_ops.DeepCopy(x=value), read_value=False)
+    def _keep(self, values):
+        return tf.group(self._known.assign(True, read_value=False), *[
+            copy.assign(_copy(value), read_value=False)
+            for copy, value in zip(self._copies, values)])
 
 
-def _make_copy(variable, saved):
+def _copy(value):
+    # A reference variable's value is its own memory.
+    return tf.raw_ops.DeepCopy(x=value)
+
+
+def _choose(condition, value, copy):
+    # Not tf.where: their shapes differ where there is no copy yet.
+    return tf.cond(condition, lambda: value, lambda: copy)
+
+
+def _nothing(dtype):
+    # Never fed: it hides the static shape of the scalar.
+    return tf.placeholder_with_default(tf.zeros([], dtype), None)
+
+
+def _make_copy(variable, initialized, saved):
     dtype = variable.dtype.base_dtype
-    # zero_ops give it its value, and with it the shape.  An initial value
-    # that reads the variable could not be run before the variable's own.
     with tf.device(variable.device):
         return accumulators.state_variable(
             variable.op.name + "/before_micro_batch",
-            lambda: tf.placeholder_with_default(tf.zeros([], dtype), None),
+            lambda: tf.cond(initialized, lambda: _copy(variable.read_value()),
+                            lambda: _nothing(dtype)),
             dtype, validate_shape=False, saved=saved)

@@ -51,6 +51,10 @@ CASES = {
     "slim": Case(
         "tf-slim's VGG-16, triplets, weight decay, dropout, 224 x 224",
         "slim", {}, {}, "gradient descent", costly=True),
+    "slim-towers": Case(
+        "tf-slim's VGG-16, triplets, weight decay, dropout, three networks "
+        "that share weights, 224 x 224",
+        "slim_towers", {}, {}, "gradient descent", costly=True),
     "embedding-adagrad": _EMBEDDING,
     "embedding-momentum": _EMBEDDING._replace(optimizer="Momentum"),
     "perceptron": Case(
@@ -66,9 +70,9 @@ CASES = {
         "gradient descent"),
 }
 
-# With `--quick`, unless they are asked for: the one without a small size is
+# With `--quick`, unless they are asked for: those without a small size are
 # left out.
-QUICK_CASES = tuple(name for name in CASES if name != "slim")
+QUICK_CASES = tuple(name for name, case in CASES.items() if case.quick_sizes)
 
 # To show that a micro-batch costs as much in a long cycle: by `auto`, in
 # cycles of these numbers of micro-batches.

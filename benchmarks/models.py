@@ -56,18 +56,34 @@ def slim():
     Its fully connected layers are convolutions, weight decay is in the
     gradients, and dropout is on.
     """
+    return _slim(lambda images: tf.unstack(tf.reshape(
+        _slim_embedding(images), [-1, 3, demo.EMBEDDING_SIZE]), axis=1))
+
+
+def slim_towers():
+    """The same, but a network for each image, and all share the weights."""
+    def towers(images):
+        with tf.variable_scope("towers", reuse=tf.AUTO_REUSE):
+            return [_slim_embedding(image) for image in tf.split(images, 3)]
+    return _slim(towers)
+
+
+def _slim(embed_triplet):
     import tf_slim
     from tf_slim.nets import vgg
 
     size = vgg.vgg_16.default_image_size
-    images = tf.placeholder(tf.float32, [None, size, size, 3])
+    images = tf.placeholder(tf.float32, [3, size, size, 3])
     with tf_slim.arg_scope(vgg.vgg_arg_scope()):
-        embeddings, _ = vgg.vgg_16(images, num_classes=demo.EMBEDDING_SIZE)
-    embeddings = tf.nn.l2_normalize(embeddings, axis=1)
-    loss = demo.triplet_loss(embeddings[0::3], embeddings[1::3],
-                             embeddings[2::3], MARGIN)
-    return Model(loss + tf.losses.get_regularization_loss(),
-                 _image_feeds(images))
+        loss = demo.triplet_loss(*embed_triplet(images), margin=MARGIN)
+    return Model(loss + tf.losses.get_regularization_loss(), _image_feeds(images))
+
+
+def _slim_embedding(images):
+    from tf_slim.nets import vgg
+
+    embeddings, _ = vgg.vgg_16(images, num_classes=demo.EMBEDDING_SIZE)
+    return tf.nn.l2_normalize(embeddings, axis=1)
 
 
 def embedding(num_rows, row_size, num_ids):

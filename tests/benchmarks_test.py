@@ -92,6 +92,8 @@ def test_gradients_alone_change_no_variable(behavior, name):
      "MatMul + MatMul + MatMul"),
     ("slim", ["vgg_16/fc6/weights", "vgg_16/fc7/weights"],
      "Conv2DBackpropFilter + constant"),
+    ("slim-towers", ["towers/vgg_16/fc6/weights", "towers/vgg_16/fc7/weights"],
+     " + ".join(["Conv2DBackpropFilter"] * 3 + ["constant"])),
 ])
 def test_large_layers_of_vgg16_are_deferred(graph, name, deferred, op_type):
     case = cases.CASES[name]

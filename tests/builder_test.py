@@ -514,7 +514,7 @@ def test_junk_from_compute_gradients(graph):
 
     optimizer = Junk(1.0)
     for junk, message in [([w], "must return pairs"),
-                          ([(3.0, w)], "A gradient must be .* got 3.0"),
+                          ([(3.0, w)], "gradients that are .* got 3.0"),
                           ([(w * 1.0, "w")], "with a variable; got 'w'")]:
         optimizer.junk = junk
         with pytest.raises(TypeError, match=message):

@@ -55,9 +55,14 @@ class AdamW(tf.train.AdamOptimizer):
 
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         grads_and_vars = list(grads_and_vars)
-        decay_ops = [
-            variable.assign_sub(self.weight_decay * variable)
-            for gradient, variable in grads_and_vars if gradient is not None]
+        # Not while the gradients are computed.
+        with tf.control_dependencies([
+                getattr(gradient, "values", gradient)
+                for gradient, _ in grads_and_vars if gradient is not None]):
+            decay_ops = [
+                variable.assign_sub(self.weight_decay * variable.read_value())
+                for gradient, variable in grads_and_vars
+                if gradient is not None]
         with tf.control_dependencies(decay_ops):
             return super().apply_gradients(grads_and_vars, global_step, name)
 

@@ -3,13 +3,12 @@
 import ast
 import os
 import re
-import subprocess
-import sys
 import types
 
 import pytest
 
 import accumgrad
+from programs import run_python
 
 PACKAGE = os.path.dirname(os.path.abspath(accumgrad.__file__))
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -17,17 +16,19 @@ MODULES = sorted(name[:-len(".py")] for name in os.listdir(PACKAGE)
                  if name.endswith(".py"))
 
 # What each module may import of ours; "accumgrad" is the public package.
-BELOW_BUILDER = {"accumulators", "checks", "graph_reading"}
+BELOW_BUILDER = {"accumulators", "checks", "cycle", "graph_reading"}
 MAY_IMPORT = {
     "__init__": set(MODULES),
     "demo": {"accumgrad"},
     "session_loop": {"checks"},
-    "optimizer": {"builder"} | BELOW_BUILDER,
+    "optimizer": {"builder", "describe", "hooks"} | BELOW_BUILDER,
+    "hooks": set(),
     "micro_batching": {"builder"} | BELOW_BUILDER,
-    "builder": BELOW_BUILDER | {"describe", "update_ops"},
-    "update_ops": BELOW_BUILDER,
+    "builder": BELOW_BUILDER | {"describe"},
+    "cycle": {"accumulators", "checks", "update_ops"},
+    "update_ops": {"accumulators", "graph_reading"},
     "transforms": set(),
-    "accumulators": {"contractions", "checks"},
+    "accumulators": {"contractions", "checks", "graph_reading"},
     "contractions": {"graph_reading"},
     "graph_reading": set(),
     "describe": set(),
@@ -73,21 +74,6 @@ def _dotted(node):
     return None
 
 
-def _run_python(code, folder):
-    """Runs `code` in a new process, outside the repository."""
-    script = os.path.join(str(folder), "script.py")
-    with open(script, "w", encoding="utf-8") as file:
-        file.write(code)
-    environment = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3",
-                       PYTHONPATH=os.path.dirname(PACKAGE))
-    process = subprocess.Popen(
-        [sys.executable, script], cwd=str(folder), env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        universal_newlines=True)
-    output, _ = process.communicate()
-    return process.returncode, output
-
-
 def test_newest_changelog_heading_is_the_version():
     headings = re.findall(r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$",
                           _read(REPOSITORY, "CHANGELOG.md"), re.MULTILINE)
@@ -129,15 +115,16 @@ def test_names_are_of_public_tensorflow(module):
 
 
 @pytest.mark.parametrize("module",
-                         sorted(set(MODULES) - {"session_loop", "demo"}))
-def test_session_loop_alone_runs_sessions(module):
+                         sorted(set(MODULES)
+                                - {"session_loop", "hooks", "demo"}))
+def test_session_loop_and_hooks_alone_run_sessions(module):
     attributes = {node.attr for node in ast.walk(_parse(module))
                   if isinstance(node, ast.Attribute)}
     assert not attributes & {"run", "make_callable", "run_step_fn"}
 
 
 def test_import_without_tensorflow_says_what_to_install(tmp_path):
-    status, output = _run_python(
+    status, output = run_python(
         "import sys\n"
         "sys.modules['tensorflow'] = None\n"
         "import accumgrad\n", tmp_path)
@@ -147,7 +134,7 @@ def test_import_without_tensorflow_says_what_to_install(tmp_path):
 
 
 def test_import_with_an_older_tensorflow_says_what_is_needed(tmp_path):
-    status, output = _run_python(
+    status, output = run_python(
         "import sys, types\n"
         "sys.modules['tensorflow'] = types.ModuleType('tensorflow')\n"
         "sys.modules['tensorflow'].__version__ = '1.13.1'\n"
@@ -158,7 +145,7 @@ def test_import_with_an_older_tensorflow_says_what_is_needed(tmp_path):
 
 
 def test_import_has_no_side_effect_on_tensorflow(tmp_path):
-    status, output = _run_python(
+    status, output = run_python(
         "import tensorflow.compat.v1 as tf\n"
         "def state():\n"
         "    graph = tf.get_default_graph()\n"
@@ -174,10 +161,18 @@ def test_import_has_no_side_effect_on_tensorflow(tmp_path):
     assert status == 0, output
 
 
-def test_readme_example_runs(tmp_path):
+def test_readme_examples_run(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$",
                         _read(REPOSITORY, "README.md"),
                         re.MULTILINE | re.DOTALL)
-    assert blocks
-    status, output = _run_python("\n".join(blocks), tmp_path)
+    assert len(blocks) > 5
+    # Each of the others goes on from the first.
+    status, output = run_python(
+        "import tensorflow.compat.v1 as tf\n"
+        f"first, *others = {blocks!r}\n"
+        "for block in [''] + others:\n"
+        "    with tf.Graph().as_default():\n"
+        "        exec(first + block, {})\n"
+        "    print('=== ran')\n", tmp_path)
     assert status == 0, output
+    assert output.count("=== ran") == len(blocks)
