@@ -63,6 +63,8 @@ def parse_options(arguments=None):
         help="draw time and memory as fractions of the recipe's")
     add("--markdown", metavar="FILE",
         help="write the tables; into a file that has them, in their place")
+    add("--readme", metavar="FILE",
+        help="write a small table of ratios in the same way")
     options = parser.parse_args(arguments)
     if options.quick:
         parser.set_defaults(**QUICK)
@@ -228,10 +230,13 @@ def main(arguments=None):
             print(report.whole_text(everything[-1]) + "\n")
     else:
         everything = [run_benchmarks(options)]
+    everything = report.merge(everything)
     if options.plot:
         report.plot(options.plot, everything)
     if options.markdown:
         report.write_markdown(options.markdown, everything)
+    if options.readme:
+        report.write_short_markdown(options.readme, everything)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def _slim(embed_triplet):
     images = tf.placeholder(tf.float32, [3, size, size, 3])
     with tf_slim.arg_scope(vgg.vgg_arg_scope()):
         loss = demo.triplet_loss(*embed_triplet(images), margin=MARGIN)
-    return Model(loss + tf.losses.get_regularization_loss(), _image_feeds(images))
+    return Model(loss + tf.losses.get_regularization_loss(),
+                 _image_feeds(images))
 
 
 def _slim_embedding(images):

@@ -27,6 +27,9 @@ CYCLE_NOTE = (
     "train_op. Memory is the process's peak resident set size in MB of 2^20 "
     "bytes, TensorFlow's own included. Ratios are taken within a round.")
 
+SHORT_HEADER = ("`auto`, as a fraction of", "the recipe's time", "memory",
+                "the gradients' time", "memory")
+
 LONG_HEADER = ("micro-batches", "median", "mean", "mean of all", "train_op",
                "accumulating", "train_op included", "dense accumulator")
 LONG_NOTE = (
@@ -103,16 +106,46 @@ def write_markdown(path, everything):
     Where the file has the two lines `BEGIN` and `END`, what is between them
     is replaced; otherwise they and the tables are all that it will have.
     """
-    before, after = "", ""
-    if os.path.exists(path):
-        with open(path) as file:
-            old = file.read()
-        if BEGIN in old and END in old:
-            before = old[:old.index(BEGIN)]
-            after = old[old.index(END) + len(END):]
-    with open(path, "w") as file:
-        file.write(before + BEGIN + "\n\n" + _markdown(everything) + "\n\n"
-                   + END + (after or "\n"))
+    _write_between(path, _markdown(everything))
+
+
+def write_short_markdown(path, everything):
+    """Writes one small table of ratios for each environment to a file.
+
+    In the place of what the file has between the lines `BEGIN` and `END`.
+    """
+    _write_between(path, "\n\n".join(
+        part for results in everything for part in (
+            header(results) + ":",
+            "\n".join(_markdown_lines(short_table(results))))))
+
+
+def short_table(results):
+    """Returns the `Table` of what `auto` takes, against the others."""
+    return Table("", SHORT_HEADER, [
+        (measured["title"][0].upper() + measured["title"][1:],
+         *(f"{_ratio(measured['rounds'], 'auto', other, quantity):.3f}"
+           for other in ("recipe", "gradients")
+           for quantity in ("cycle_s", "peak_mb")))
+        for measured in results["cases"]
+        if {"auto", "recipe", "gradients"} <= set(measured["rounds"][0])])
+
+
+def merge(everything):
+    """Returns the results with those of one environment in one.
+
+    Of the same machine, TensorFlow and number of micro-batches, that is; what
+    is kept of the date is the first.
+    """
+    merged = {}
+    for results in everything:
+        key = (results["micro_batches"],) + tuple(
+            results["environment"][name]
+            for name in ("tensorflow", "python", "cores", "cpu"))
+        kept = merged.setdefault(key, dict(results, cases=[], long=[]))
+        for kind in ("cases", "long"):
+            kept[kind] = kept[kind] + results[kind]
+    return list(merged.values())
 
 
 def plot(path, everything):
@@ -152,6 +185,19 @@ def plot(path, everything):
                   frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
     figure.savefig(path)
+
+
+def _write_between(path, text):
+    before, after = "", ""
+    if os.path.exists(path):
+        with open(path) as file:
+            old = file.read()
+        if BEGIN in old and END in old:
+            before = old[:old.index(BEGIN)]
+            after = old[old.index(END) + len(END):]
+    with open(path, "w") as file:
+        file.write(before + BEGIN + "\n\n" + text + "\n\n" + END
+                   + (after or "\n"))
 
 
 def _tables(results):

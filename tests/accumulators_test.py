@@ -55,7 +55,7 @@ def apply_concatenated(optimizer_name, use_resource, cycles):
 @pytest.mark.parametrize("optimizer_name", [
     "Momentum", "Ftrl", "RMSProp", "Adagrad", "Adam"])
 def test_rows_equal_the_concatenated_slices(graph, use_resource, folding,
-                                            optimizer_name):
+                                            optimizer_name, door):
     # The second cycle touches fewer rows: lazy rules let the others rest,
     # with slots that are not zero.
     all_ids = [IDS, [[0, 0], [2]]]
@@ -68,13 +68,13 @@ def test_rows_equal_the_concatenated_slices(graph, use_resource, folding,
     ids = tf.placeholder(tf.int32, [None])
     # d loss / d table[ids] = rows
     loss = tf.reduce_sum(tf.nn.embedding_lookup(table, ids) * rows)
-    ops = accumgrad.build_accumulation_ops(
+    trainer = door(
         loss, OPTIMIZERS[optimizer_name]())
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         before = session.run(table)
         for (cycle_ids, cycle_rows), whole in zip(cycles, expected):
-            accumgrad.run_cycle(session, ops, [
+            trainer.run_cycle(session, [
                 {ids: micro_ids, rows: micro_rows}
                 for micro_ids, micro_rows in zip(cycle_ids, cycle_rows)])
             ours = {variable.op.name: session.run(variable)
@@ -89,21 +89,22 @@ def test_rows_equal_the_concatenated_slices(graph, use_resource, folding,
                                           session.run(table)[[3, 5]])
 
 
-def test_untouched_rows_and_their_momentum_stay(graph, use_resource, folding):
+def test_untouched_rows_and_their_momentum_stay(graph, use_resource, folding,
+                                                door):
     table = make_table(use_resource)
     ids = tf.placeholder(tf.int64, [None])
     optimizer = OPTIMIZERS["Momentum"]()
-    ops = accumgrad.build_accumulation_ops(
+    trainer = door(
         tf.reduce_sum(tf.gather(table, ids)), optimizer)
     momentum = optimizer.get_slot(table, "momentum")
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
-        accumgrad.run_cycle(session, ops, [{ids: [1, 2]}, {ids: [2, 2]}])
+        trainer.run_cycle(session, [{ids: [1, 2]}, {ids: [2, 2]}])
         # d/d row = the number of times that it was looked up.
         np.testing.assert_array_equal(
             session.run(momentum)[:, 0], [0, 1, 3, 0, 0, 0])
         before = session.run([table, momentum])
-        accumgrad.run_cycle(session, ops, [{ids: [1]}, {ids: [1]}])
+        trainer.run_cycle(session, [{ids: [1]}, {ids: [1]}])
         after = session.run([table, momentum])
         rest = [0, 2, 3, 4, 5]
         for old, new in zip(before, after):
@@ -112,18 +113,18 @@ def test_untouched_rows_and_their_momentum_stay(graph, use_resource, folding):
         np.testing.assert_allclose(after[1][1], 0.9 * 1 + 2, 1e-7)
 
 
-def test_table_used_by_gather_and_densely(graph, use_resource):
+def test_table_used_by_gather_and_densely(graph, use_resource, door):
     # d/d table of sum(table[ids]) + sum(table ** 2) / 2 is counts + table.
     table = make_table(use_resource)
     ids = tf.placeholder(tf.int32, [None])
     loss = (tf.reduce_sum(tf.gather(table, ids))
             + 0.5 * tf.reduce_sum(tf.square(table)))
-    ops = accumgrad.build_accumulation_ops(
+    trainer = door(
         loss, tf.train.GradientDescentOptimizer(0.5))
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         before = session.run(table)
-        accumgrad.run_cycle(session, ops, [{ids: [0, 1, 0]}, {ids: [4]}])
+        trainer.run_cycle(session, [{ids: [0, 1, 0]}, {ids: [4]}])
         counts = np.array([[2], [1], [0], [0], [1], [0]])
         np.testing.assert_allclose(
             session.run(table), before - 0.5 * (counts + 2 * before),
@@ -184,17 +185,17 @@ def test_rows_beyond_the_limit_are_folded(graph, use_resource, monkeypatch):
                         (2, (6, 2))]
 
 
-def test_mean_divides_rows_by_micro_batches(graph, folding):
+def test_mean_divides_rows_by_micro_batches(graph, folding, door):
     # Row 1 comes in one micro-batch of four: its mean gradient is 1/4.
     table = make_table(False)
     ids = tf.placeholder(tf.int32, [None])
-    ops = accumgrad.build_accumulation_ops(
+    trainer = door(
         tf.reduce_sum(tf.gather(table, ids)),
         tf.train.GradientDescentOptimizer(1.0), reduction="mean")
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         before = session.run(table)
-        accumgrad.run_cycle(session, ops, [
+        trainer.run_cycle(session, [
             {ids: [0]}, {ids: [0, 1]}, {ids: [0, 0]}, {ids: []}])
         moved = before - session.run(table)
         np.testing.assert_allclose(moved[:, 1], [1, .25, 0, 0, 0, 0],
@@ -232,49 +233,49 @@ def test_refilled_buffers_do_not_change_what_is_stored(graph):
                                    0, 1e-6)
 
 
-def test_given_slices_without_dense_shape(graph, use_resource):
+def test_given_slices_without_dense_shape(graph, use_resource, door):
     table = make_table(use_resource)
     rows = tf.placeholder(tf.float64, [None, ROW_SIZE])
     gradient = tf.IndexedSlices(rows, tf.constant([2, 2]))
-    ops = accumgrad.build_accumulation_ops(
+    trainer = door(
         tf.reduce_sum(rows), GivenPairs([(gradient, table)]))
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         before = session.run(table)
-        accumgrad.run_cycle(session, ops, [{rows: [[1, 2], [3, 4]]}] * 2)
+        trainer.run_cycle(session, [{rows: [[1, 2], [3, 4]]}] * 2)
         expected = np.zeros([NUM_ROWS, ROW_SIZE])
         expected[2] = [8, 12]
         np.testing.assert_allclose(before - session.run(table), expected,
                                    0, 1e-14)
 
 
-def test_rows_of_any_rank(graph, folding):
+def test_rows_of_any_rank(graph, folding, door):
     table = make_table(True, shape=(4, 2, 3))
     vector = tf.get_variable("vector", [5], tf.float64,
                              initializer=tf.zeros_initializer())
     ids = tf.placeholder(tf.int32, [2])
-    ops = accumgrad.build_accumulation_ops(
+    trainer = door(
         tf.reduce_sum(tf.gather(table, ids))
         + tf.reduce_sum(tf.gather(vector, ids)),
         tf.train.GradientDescentOptimizer(1.0))
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         before = session.run(table)
-        accumgrad.run_cycle(session, ops, [{ids: [0, 3]}, {ids: [3, 3]}])
+        trainer.run_cycle(session, [{ids: [0, 3]}, {ids: [3, 3]}])
         np.testing.assert_allclose(
             (before - session.run(table))[:, 1, 2], [1, 0, 0, 3], 0, 1e-14)
         np.testing.assert_array_equal(session.run(vector), [-1, 0, 0, -3, 0])
 
 
-def test_float16_rows_are_summed_in_float32(graph, folding):
+def test_float16_rows_are_summed_in_float32(graph, folding, door):
     table = make_table(True, tf.float16, (3, 1))
-    ops = accumgrad.build_accumulation_ops(
+    trainer = door(
         tf.reduce_sum(tf.gather(table, [1])),
         tf.train.GradientDescentOptimizer(2.0 ** -12))
     with tf.Session() as session:
         session.run(table.initializer)
         session.run(table.assign([[0], [0], [0]]))
-        accumgrad.run_cycle(session, ops, None, 4096)
+        trainer.run_cycle(session, [{}] * 4096)
         # 4096 ones; in float16 the sum would stay at 2048.
         np.testing.assert_array_equal(session.run(table), [[0], [-1], [0]])
 

@@ -212,6 +212,32 @@ def test_markdown_goes_in_the_place_of_what_was_there(results, tmp_path):
     assert text.count("2^20 bytes") == 1
 
 
+def test_short_table_has_the_ratios_of_auto(results, tmp_path):
+    # Only of a case in which it stands against both.
+    assert report.short_table(results).rows == []
+    for one, cycle_s in zip(results["cases"][0]["rounds"], (2.0, 4.0, 3.0)):
+        one["gradients"] = result(cycle_s, 1000.0, 0)
+    # 1 / 2, 8 / 4, 1.5 / 3; 250, 240 and 260 of 1000.
+    assert report.short_table(results).rows == [
+        ("Some network", "0.250", "0.500", "0.500", "0.250")]
+    path = str(tmp_path / "README.md")
+    report.write_short_markdown(path, [results])
+    with open(path) as file:
+        assert "| Some network | 0.250 | 0.500 | 0.500 | 0.250 |" in file.read()
+
+
+def test_results_of_one_environment_are_merged(results):
+    newer = dict(results, environment=dict(results["environment"],
+                                           tensorflow="2.21.0"))
+    later = dict(results, environment=dict(results["environment"],
+                                           date="2026-02-01"))
+    merged = report.merge([results, newer, later])
+    assert [(one["environment"]["tensorflow"], one["environment"]["date"],
+             len(one["cases"])) for one in merged] == [
+        ("1.15.5", "2026-01-31", 2), ("2.21.0", "2026-01-31", 1)]
+    assert len(results["cases"]) == 1
+
+
 def test_plot_is_drawn_of_what_has_the_recipe(results, tmp_path):
     path = tmp_path / "plot.png"
     report.plot(str(path), [results])

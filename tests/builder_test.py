@@ -26,7 +26,7 @@ def x(graph):
 # Variables without a gradient.
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_variable_without_gradient_rests(graph, x, position):
+def test_variable_without_gradient_rests(graph, x, position, door):
     names = ["a", "b", "c"]
     weights = [make_weights(name) for name in names]
     idle = weights[position]
@@ -34,13 +34,13 @@ def test_variable_without_gradient_rests(graph, x, position):
     optimizer = tf.train.MomentumOptimizer(1.0, 0.9)
     # An earlier training moved it, so that momentum alone would move it on.
     train_all = optimizer.minimize(tf.add_n(weights))
-    ops = accumgrad.build_accumulation_ops(loss, optimizer, weights)
+    trainer = door(loss, optimizer, var_list=weights)
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         session.run(train_all)
         slot = optimizer.get_slot(idle, "momentum")
         assert session.run([idle, slot]) == [0, 1]
-        accumgrad.run_cycle(session, ops, [{x: 2}, {x: 3}])
+        trainer.run_cycle(session, [{x: 2}, {x: 3}])
         assert session.run([idle, slot]) == [0, 1]
         # 0 - (0.9 * 1 + 5)
         moved = [w for w in weights if w is not idle]
@@ -80,23 +80,23 @@ def test_train_with_nothing_accumulated_changes_nothing(
 # The global step.
 
 @pytest.mark.parametrize("scope", [None, "name_scope", "variable_scope"])
-def test_bert_style_optimizer(graph, x, scope):
+def test_bert_style_optimizer(graph, x, scope, door):
     def build():
         w = make_weights("layer/w")
-        return w, accumgrad.build_accumulation_ops(
-            w * x, BertOptimizer(0.1), global_step=step, reduction="mean")
+        return w, door(w * x, BertOptimizer(0.1), global_step=step,
+                       reduction="mean")
 
     step = tf.train.get_or_create_global_step()
     prefix = ""
     if scope == "name_scope":
         with tf.name_scope("outer"):
-            w, ops = build()
+            w, trainer = build()
     elif scope == "variable_scope":
         prefix = "outer/"
         with tf.variable_scope("outer"):
-            w, ops = build()
+            w, trainer = build()
     else:
-        w, ops = build()
+        w, trainer = build()
     # get_variable puts the scope before a name that has it: as without us.
     twice = prefix + prefix + "layer/w"
     names = {variable.op.name for variable in tf.global_variables()}
@@ -108,7 +108,7 @@ def test_bert_style_optimizer(graph, x, scope):
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         for cycle in gradients:
-            accumgrad.run_cycle(session, ops, [{x: g} for g in cycle])
+            trainer.run_cycle(session, [{x: g} for g in cycle])
             g = np.mean(cycle)
             m = 0.9 * m + 0.1 * g
             v = 0.999 * v + 0.001 * g * g
@@ -117,15 +117,15 @@ def test_bert_style_optimizer(graph, x, scope):
         assert session.run(step) == 3
 
 
-def test_global_step_counts_cycles(graph, x, use_resource):
+def test_global_step_counts_cycles(graph, x, use_resource, door):
     step = tf.get_variable("step", [], tf.int64, tf.zeros_initializer(),
                            trainable=False, use_resource=use_resource)
     w = make_weights(use_resource=use_resource)
-    ops = accumgrad.build_accumulation_ops(w * x, sgd(), global_step=step)
+    trainer = door(w * x, sgd(), global_step=step)
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         for expected in (1, 2, 3):
-            accumgrad.run_cycle(session, ops, [{x: 1}] * 4)
+            trainer.run_cycle(session, [{x: 1}] * 4)
             assert session.run(step) == expected
 
 
@@ -156,17 +156,17 @@ def test_global_step_that_the_optimizer_holds_back_stays(graph, x):
         assert session.run(w) == -2
 
 
-def test_schedule_sees_cycles(graph, x):
+def test_schedule_sees_cycles(graph, x, door):
     step = tf.train.get_or_create_global_step()
     rate = tf.train.piecewise_constant(step, [2], [1.0, 0.0])
     w = make_weights(value=0.0)
-    ops = accumgrad.build_accumulation_ops(
+    trainer = door(
         w * x, sgd(rate), global_step=step)
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         values = []
         for _ in range(5):
-            accumgrad.run_cycle(session, ops, [{x: 1}] * 4)
+            trainer.run_cycle(session, [{x: 1}] * 4)
             values.append(session.run(w))
     # Steps 0, 1 and 2 are within the boundary.
     assert values == [-4, -8, -12, -12, -12]

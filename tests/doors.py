@@ -1,6 +1,7 @@
 """The front doors of the library, behind one interface for the tests."""
 
 import pytest
+import tensorflow.compat.v1 as tf
 
 import accumgrad
 
@@ -8,8 +9,7 @@ import accumgrad
 class BuilderDoor:
     """`build_accumulation_ops`, and cycles by `run_cycle`."""
 
-    def __init__(self, loss, optimizer, num_micro_batches, **options):
-        self.num_micro_batches = num_micro_batches
+    def __init__(self, loss, optimizer, num_micro_batches=None, **options):
         self.ops = accumgrad.build_accumulation_ops(loss, optimizer,
                                                     **options)
 
@@ -21,17 +21,23 @@ class BuilderDoor:
 
     def run_cycle(self, session, feeds):
         """Runs a whole cycle."""
-        assert len(feeds) == self.num_micro_batches
         self.accumulate(session, feeds)
         session.run(self.ops.train_op)
 
 
 class OptimizerDoor:
-    """`AccumulatingOptimizer`, whose one op is run once a micro-batch."""
+    """`AccumulatingOptimizer`, whose one op is run once a micro-batch.
 
-    def __init__(self, loss, optimizer, num_micro_batches, *, var_list=None,
-                 global_step=None, **options):
-        self.num_micro_batches = num_micro_batches
+    Where no number of micro-batches is given, each cycle may have its own.
+    """
+
+    def __init__(self, loss, optimizer, num_micro_batches=None, *,
+                 var_list=None, global_step=None, **options):
+        self._size = None
+        if num_micro_batches is None:
+            num_micro_batches = self._size = tf.Variable(
+                1, trainable=False, name="size", use_resource=True,
+                collections=[tf.GraphKeys.LOCAL_VARIABLES])
         self.optimizer = accumgrad.AccumulatingOptimizer(
             optimizer, num_micro_batches, **options)
         try:
@@ -50,7 +56,8 @@ class OptimizerDoor:
 
     def run_cycle(self, session, feeds):
         """Runs a whole cycle."""
-        assert len(feeds) == self.num_micro_batches
+        if self._size is not None:
+            self._size.load(len(feeds), session)
         self.accumulate(session, feeds)
 
 
