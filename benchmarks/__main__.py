@@ -231,6 +231,9 @@ def main(arguments=None):
     else:
         everything = [run_benchmarks(options)]
     everything = report.merge(everything)
+    names = list(cases.CASES)
+    for results in everything:
+        results["cases"].sort(key=lambda case: names.index(case["name"]))
     if options.plot:
         report.plot(options.plot, everything)
     if options.markdown:

@@ -123,7 +123,7 @@ def write_short_markdown(path, everything):
 def short_table(results):
     """Returns the `Table` of what `auto` takes, against the others."""
     return Table("", SHORT_HEADER, [
-        (measured["title"][0].upper() + measured["title"][1:],
+        (measured["title"],
          *(f"{_ratio(measured['rounds'], 'auto', other, quantity):.3f}"
            for other in ("recipe", "gradients")
            for quantity in ("cycle_s", "peak_mb")))

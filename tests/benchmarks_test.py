@@ -219,11 +219,11 @@ def test_short_table_has_the_ratios_of_auto(results, tmp_path):
         one["gradients"] = result(cycle_s, 1000.0, 0)
     # 1 / 2, 8 / 4, 1.5 / 3; 250, 240 and 260 of 1000.
     assert report.short_table(results).rows == [
-        ("Some network", "0.250", "0.500", "0.500", "0.250")]
+        ("some network", "0.250", "0.500", "0.500", "0.250")]
     path = str(tmp_path / "README.md")
     report.write_short_markdown(path, [results])
     with open(path) as file:
-        assert "| Some network | 0.250 | 0.500 | 0.500 | 0.250 |" in file.read()
+        assert "| some network | 0.250 | 0.500 | 0.500 | 0.250 |" in file.read()
 
 
 def test_results_of_one_environment_are_merged(results):
