@@ -52,8 +52,9 @@ def make_accumulators(grads_and_vars, form, operations, *, weighted=False,
             then dense.
     """
     constant_ops = set()
-    if form == "auto" and not saved and any(_is_large(gradient, variable)
-                              for gradient, variable in grads_and_vars):
+    if form == "auto" and not saved and any(
+            _is_large(gradient, variable)
+            for gradient, variable in grads_and_vars):
         constant_ops = contractions.find_constant_ops(
             operations + [_values(gradient).op
                           for gradient, _ in grads_and_vars],
@@ -295,7 +296,7 @@ class RowsAccumulator:
                 self._num_stored.assign_add(
                     tf.size(values, out_type=tf.int64), read_value=False)]):
             return run_if(self._num_stored.read_value() > self._max_stored,
-                           self._fold)
+                          self._fold)
 
     def read(self, total_weight):
         del total_weight  # the sum is of that much

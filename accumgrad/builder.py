@@ -98,7 +98,8 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
             slots and global step as they are.  `"skip_micro_batch"`: a
             micro-batch with one in its gradient counts for nothing, and what
             its update ops did is taken back; it holds all gradients of a
-            micro-batch at once.  `"raise"`: `train_op` raises
+            micro-batch at once.  (Of a product that is held as its factors,
+            the factors are looked at.)  `"raise"`: `train_op` raises
             `tf.errors.InvalidArgumentError`, which names the variable, and
             changes nothing.
         accumulators: `"auto"` holds each gradient in its smallest exact form:
@@ -160,7 +161,7 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
                                             colocate_gradients_with_ops)
     scope = open_scope(name)
     # Only this stays under the caller's control dependencies.
-    cycle = cycle_lib.Cycle(grads_and_vars, options, loss, scope)
+    cycle = cycle_lib.Cycle(grads_and_vars, options, [loss], scope)
     accum_ops = [cycle.accumulate()]
 
     with tf.control_dependencies(None):

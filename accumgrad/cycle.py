@@ -53,15 +53,25 @@ class Cycle:
         is_weighted: Whether a micro-batch may count for other than one.
         weight: Of the micro-batch, once `accumulate` was called: a scalar
             `Tensor`, or None for one.
+        device: Where the state is that is of no variable's gradient.
         total_weight: Scalar int64 or float64 variable: the number of
             micro-batches, or the sum of their weights.
     """
 
-    def __init__(self, grads_and_vars, options, loss, scope):
+    def __init__(self, grads_and_vars, options, losses, scope):
+        """Makes the state.
+
+        Args:
+            grads_and_vars: Pairs of one micro-batch's gradient and variable.
+            options: Checked `Options`.
+            losses: List of what `accumulate` waits for, so that a run that
+                fails for want of data counts for nothing.
+            scope: The library's name scope.
+        """
         self._options = options
         self._grads_and_vars = grads_and_vars
         self._variables = [variable for _, variable in grads_and_vars]
-        self._loss = loss
+        self._losses = losses
         self._scope = scope
         skips = options.nonfinite == "skip_micro_batch"
         self.is_weighted = options.weight is not None or skips
@@ -72,34 +82,35 @@ class Cycle:
             self._updated = tf.no_op(name="updated")
         with tf.control_dependencies(None), tf.name_scope(scope):
             self.weight = _as_tensor(options.weight)
-            running = [loss.op, self._updated]
+            running = [loss.op for loss in losses] + [self._updated]
             if self.weight is not None:
                 running.append(self.weight.op)
             self.accumulators = accumulators_lib.make_accumulators(
                 grads_and_vars, options.accumulators, running,
                 weighted=self.is_weighted, saved=options.save_accumulators)
-            with tf.device(loss.device):
+            self.zero_ops = [
+                op for accumulator in self.accumulators
+                for op in accumulator.zero_ops]
+            self._updates = None
+            # With the worker, as the accumulators are.
+            self.device = (losses[0].device if losses
+                           else values_of(grads_and_vars[0][0]).device)
+            with tf.device(self.device):
                 self.total_weight = accumulators_lib.count_variable(
                     "num_micro_batches" if self.weight is None
                     else "total_weight",
                     _total_dtype(self.weight), options.save_accumulators)
-            self.zero_ops = [
-                op for accumulator in self.accumulators
-                for op in accumulator.zero_ops]
-            self.zero_ops.append(self.total_weight.initializer)
-            self._updates = None
-            if skips:
-                self._updates = update_ops_lib.RevocableUpdates(
-                    [self._updated], self._variables,
-                    options.save_accumulators)
-                self.zero_ops.extend(self._updates.zero_ops)
+                self.zero_ops.append(self.total_weight.initializer)
+                if skips:
+                    self._updates = update_ops_lib.RevocableUpdates(
+                        [self._updated], self._variables,
+                        options.save_accumulators)
+                    self.zero_ops.extend(self._updates.zero_ops)
 
     def accumulate(self):
         """Returns the op that adds one micro-batch."""
-        # It waits for the loss, so that a run that fails for want of data
-        # counts for nothing.
         with tf.name_scope(self._scope), tf.control_dependencies(
-                [self._loss, self._updated] + _check_weight(self.weight)):
+                self._losses + [self._updated] + _check_weight(self.weight)):
             operations = []
             if self._updates is not None:
                 finite = tf.reduce_all(tf.stack([
@@ -156,21 +167,18 @@ class Cycle:
     def are_finite(self, grads_and_vars):
         """Returns for each pair whether it is finite, and the message."""
         with tf.name_scope(self._scope):
-            return [(accumulators_lib.all_finite([
-                gradient.values if isinstance(gradient, tf.IndexedSlices)
-                else gradient]),
+            return [(
+                accumulators_lib.all_finite([values_of(gradient)]),
                 f"accumgrad: the gradient of {variable.op.name} has a NaN or "
                 "an infinity; nothing was applied.")
                 for gradient, variable in grads_and_vars]
 
-    def initialize(self):
-        """Returns an op that makes all state as if it were new.
+    def forget_updates(self):
+        """Returns an op that makes what `"skip_micro_batch"` keeps as new.
 
         Made where it is called, as in `zero`.
         """
-        if self._updates is None:
-            return self.zero()
-        return tf.group(self.zero(), self._updates.forget())
+        return tf.no_op() if self._updates is None else self._updates.forget()
 
     def zero(self):
         """Returns an op that empties the accumulators.
@@ -191,6 +199,12 @@ def check(condition, message):
     """Returns the op that fails with the message unless `condition` holds."""
     return tf.raw_ops.Assert(condition=condition,
                              data=[tf.constant(message)])
+
+
+def values_of(gradient):
+    """Returns the values of `IndexedSlices`, or the `Tensor` itself."""
+    return (gradient.values if isinstance(gradient, tf.IndexedSlices)
+            else gradient)
 
 
 def map_values(function, gradient):

@@ -53,7 +53,9 @@ class AccumulatingOptimizer(tf.train.Optimizer):
             optimizer: As of `accumgrad.build_accumulation_ops`.  Wrap each
                 once.
             num_micro_batches: Runs in a cycle: an integer of at least 1, or
-                a scalar integer `Tensor`, evaluated with each run.
+                a scalar integer `Tensor`, evaluated with each run (and
+                before it, where there is a hook of `per_cycle`: then it must
+                need no feed).
             reduction: As of `accumgrad.build_accumulation_ops`, and so are
                 all that follow.
             weight: See there.
@@ -61,9 +63,11 @@ class AccumulatingOptimizer(tf.train.Optimizer):
             update_ops: See there.
             nonfinite: See there.  With `"skip"`, a cycle that is skipped
                 ends nevertheless.  `"skip_micro_batch"`: one that is skipped
-                is one of the runs of its cycle nevertheless; what update ops
-                write is taken back to what it was after the run before, or
-                when the local variables were initialised.
+                is one of the runs of its cycle nevertheless, and a cycle of
+                nothing else ends with `tf.errors.InvalidArgumentError`.  What
+                update ops write is taken back to what it was after the run
+                before, or when the local variables were initialised: do that
+                after restoring, as `MonitoredSession` does.
             accumulators: See there.
             save_accumulators: See there.
             name: See there.
@@ -88,7 +92,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
         self._optimizer = optimizer
         self._num_micro_batches = num_micro_batches
         self._options = options
-        # The loss, and what was built, by graph.
+        # The losses, and what was built, by graph.
         self._losses = {}
         self._built = {}
 
@@ -113,11 +117,16 @@ class AccumulatingOptimizer(tf.train.Optimizer):
                     "colocate_gradients_with_ops": False, "grad_loss": None}
         options = {name: value for name, value in kwargs.items()
                    if name not in defaults or value is not defaults[name]}
-        pairs = checks.check_grads_and_vars(
-            "optimizer.compute_gradients",
-            self._optimizer.compute_gradients(loss, var_list, *args,
-                                              **options))
-        self._losses[loss.graph] = loss
+        # As in the builder: the caller's control dependencies, on batch
+        # normalisation's update ops say, are for what `apply_gradients`
+        # makes.  A term of weight decay that waited for them would not look
+        # constant.
+        with tf.control_dependencies(None):
+            pairs = checks.check_grads_and_vars(
+                "optimizer.compute_gradients",
+                self._optimizer.compute_gradients(loss, var_list, *args,
+                                                  **options))
+        self._losses.setdefault(loss.graph, []).append(loss)
         return pairs
 
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
@@ -163,7 +172,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
         train_ops = tf.get_collection_ref(tf.GraphKeys.TRAIN_OP)
         num_train_ops = len(train_ops)
         built = _OneOp(self._optimizer, grads_and_vars, global_step,
-                       self._losses.get(graph), self._num_micro_batches,
+                       self._losses.get(graph, []), self._num_micro_batches,
                        self._options, builder.open_scope(self.get_name()))
         train_op = tf.group(built.train_op, name=name or "train")
         # The optimizer's own op, if it put it there, is not the one to fetch.
@@ -187,9 +196,20 @@ class AccumulatingOptimizer(tf.train.Optimizer):
 
         To be fetched with `train_op`, as summaries are: of the micro-batches
         before, and of this one; so of all of them in the run that applies.
-        With `weight`, the weighted mean.  float32, or float64 as the loss.
+        With `weight`, the weighted mean; 0 where nothing counts.  float32,
+        or float64 as the loss.
+
+        Raises:
+            ValueError: `compute_gradients` was not called exactly once in the
+                graph, or `apply_gradients` not yet.
         """
-        return self._get_built().mean_loss
+        mean_loss = self._get_built().mean_loss
+        if mean_loss is None:
+            raise ValueError(
+                "`mean_loss` is of the loss that `compute_gradients` was "
+                "called with, and it was not called exactly once in this "
+                "graph.")
+        return mean_loss
 
     def flush_op(self):
         """Returns an op that applies what a cycle has so far, and ends it.
@@ -207,7 +227,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
         return self._get_built().flush_op()
 
     def per_cycle(self, hook):
-        """Returns a hook that runs `hook` only where `train_op` applies.
+        """Returns a hook that runs `hook` only at the end of a cycle.
 
         Args:
             hook: A `tf.train.SessionRunHook`.
@@ -255,7 +275,7 @@ class _OneOp:
         will_update: Scalar bool `Tensor`: whether the next run will apply.
     """
 
-    def __init__(self, optimizer, grads_and_vars, global_step, loss,
+    def __init__(self, optimizer, grads_and_vars, global_step, losses,
                  num_micro_batches, options, scope):
         self._optimizer = optimizer
         self._global_step = global_step
@@ -263,13 +283,13 @@ class _OneOp:
         self._scope = scope
         self._name_scope = tf.get_default_graph().get_name_scope()
         self._variable_scope = tf.get_variable_scope()
-        if loss is None:
-            # Gradients that were not computed here.
-            loss = _values(grads_and_vars[0][0])
-        self.cycle = cycle_lib.Cycle(grads_and_vars, options, loss, scope)
+        self.cycle = cycle_lib.Cycle(grads_and_vars, options, losses, scope)
         saved = options.save_accumulators
         with tf.name_scope(scope):
-            with tf.control_dependencies(None), tf.device(loss.device):
+            with tf.control_dependencies(None), tf.device(self.cycle.device):
+                # Of the cycle that is under way; below zero from where one is
+                # to be applied until that is done.  Should it fail, the next
+                # run begins a new one.
                 self._count = accumulators_lib.count_variable(
                     "num_runs", tf.int64, saved)
                 self._loss_sum = accumulators_lib.count_variable(
@@ -278,33 +298,45 @@ class _OneOp:
                     "has_updated", lambda: tf.zeros([], tf.bool), tf.bool,
                     saved=saved)
                 size = tf.cast(num_micro_batches, tf.int64)
+                # They are initialised together.
                 is_ready = tf.raw_ops.VarIsInitializedOp(
                     resource=self._count.handle)
                 self.has_updated = tf.cond(
                     is_ready, self._updated.read_value,
                     lambda: tf.constant(False), name="has_updated")
-                self.will_update = tf.cond(
+                self._num_accumulated = tf.maximum(tf.cond(
                     is_ready, self._count.read_value,
-                    lambda: tf.zeros([], tf.int64)) + 1 >= size
-            ready = accumulators_lib.run_if(
-                tf.logical_not(is_ready), lambda: tf.group(
-                    self.cycle.initialize(), self._reset_counts()))
-        with tf.control_dependencies([ready]):
+                    lambda: tf.zeros([], tf.int64)), 0)
+                self.will_update = self._num_accumulated + 1 >= size
+                begins = tf.cond(is_ready,
+                                 lambda: self._count.read_value() < 0,
+                                 lambda: tf.constant(True))
+            begun = accumulators_lib.run_if(begins,
+                                            lambda: self._begin(is_ready))
+        with tf.control_dependencies([begun]):
             with tf.name_scope(scope):
+                count = self._count.read_value() + 1
                 loss_sum = self._loss_sum.read_value()
                 total_weight = self.cycle.total_weight.read_value()
             # What was read is what was there before this run.
-            with tf.control_dependencies([loss_sum, total_weight]):
+            with tf.control_dependencies([count, loss_sum, total_weight]):
                 accumulated = self.cycle.accumulate()
         with tf.name_scope(scope):
-            loss_sum, self.mean_loss = self._add_loss(loss, loss_sum,
-                                                      total_weight)
+            counted = [accumulated]
+            self.mean_loss = None
+            if len(losses) == 1:
+                loss_sum, self.mean_loss = self._add_loss(
+                    losses[0], loss_sum, total_weight)
+                with tf.control_dependencies([accumulated]):
+                    counted.append(self._loss_sum.assign(loss_sum,
+                                                         read_value=False))
+            is_last = count >= size
             with tf.control_dependencies([accumulated]):
-                counted = tf.group(
-                    self._count.assign_add(1, read_value=False),
-                    self._loss_sum.assign(loss_sum, read_value=False))
-            with tf.control_dependencies([counted]):
-                is_last = self._count.read_value() >= size
+                counted.append(self._count.assign(
+                    tf.where(is_last, tf.constant(-1, tf.int64), count),
+                    read_value=False))
+            with tf.control_dependencies(counted):
+                is_last = tf.identity(is_last)
             # Nothing here is the micro-batch's but the condition.
             with tf.control_dependencies(None):
                 self.train_op = tf.cond(
@@ -319,10 +351,12 @@ class _OneOp:
         with tf.control_dependencies(None):
             with tf.name_scope(self._scope), tf.name_scope("flush"):
                 accumulated = cycle_lib.check(
-                    self._count.read_value() > 0,
+                    self._num_accumulated > 0,
                     "accumgrad: flush_op found nothing accumulated since the "
                     "last update.  Run train_op at least once before it.")
-            with tf.control_dependencies([accumulated]), tf.variable_scope(
+                with tf.control_dependencies([accumulated]):
+                    begun = self._count.assign(-1, read_value=False)
+            with tf.control_dependencies([begun]), tf.variable_scope(
                     self._variable_scope, reuse=True,
                     auxiliary_name_scope=False):
                 applied = builder.in_name_scope(self._name_scope,
@@ -350,7 +384,8 @@ class _OneOp:
             value = tf.math.multiply_no_nan(value, weight)
         loss_sum += value
         dtype = tf.float64 if loss.dtype == tf.float64 else tf.float32
-        return loss_sum, tf.cast(loss_sum / total, dtype, name="mean_loss")
+        mean = tf.math.divide_no_nan(loss_sum, total)
+        return loss_sum, tf.cast(mean, dtype, name="mean_loss")
 
     def _apply(self):
         """Ends the cycle; returns whether something was applied."""
@@ -390,11 +425,15 @@ class _OneOp:
                 self._updated.assign(False, read_value=False)]):
             return tf.constant(False)
 
+    def _begin(self, is_ready):
+        """Returns an op that begins a cycle where none was ended."""
+        operations = [self.cycle.zero(), self._reset_counts(),
+                      self._updated.assign(False, read_value=False)]
+        if self._options.nonfinite == "skip_micro_batch":
+            operations.append(accumulators_lib.run_if(
+                tf.logical_not(is_ready), self.cycle.forget_updates))
+        return tf.group(*operations)
+
     def _reset_counts(self):
         return tf.group(accumulators_lib.reset(self._count),
                         accumulators_lib.reset(self._loss_sum))
-
-
-def _values(gradient):
-    return (gradient.values if isinstance(gradient, tf.IndexedSlices)
-            else gradient)

@@ -34,8 +34,9 @@ class RevocableUpdates:
                            for name in sorted(written.intersection(known))]
         # Where the initializers of ours run before the variables have values,
         # there is nothing to go back to until a micro-batch is over.  One
-        # tensor tells, so that all of them find the same.
-        initialized = tf.reduce_all(tf.stack(
+        # tensor tells, so that all of them find the same; global variables
+        # are initialised in no order.
+        initialized = tf.constant(False) if saved else tf.reduce_all(tf.stack(
             [tf.constant(True)] + [tf.is_variable_initialized(variable)
                                    for variable in self._variables]))
         self._known = accumulators.state_variable(
@@ -58,8 +59,9 @@ class RevocableUpdates:
             data=[tf.constant(
                 "accumgrad: the first micro-batch of a session is to be "
                 "skipped, and what its update ops did cannot be taken back.  "
-                "Run tf.compat.v1.local_variables_initializer() once the "
-                "variables are initialised or restored.")])
+                "Begin with a finite one; or, unless the accumulators are "
+                "saved, run tf.compat.v1.local_variables_initializer() once "
+                "the variables are initialised or restored.")])
         with tf.control_dependencies([check]):
             settled = [
                 _choose(counts, variable.read_value(), copy.read_value())
@@ -99,9 +101,8 @@ def _nothing(dtype):
 
 def _make_copy(variable, initialized, saved):
     dtype = variable.dtype.base_dtype
-    with tf.device(variable.device):
-        return accumulators.state_variable(
-            variable.op.name + "/before_micro_batch",
-            lambda: tf.cond(initialized, lambda: _copy(variable.read_value()),
-                            lambda: _nothing(dtype)),
-            dtype, validate_shape=False, saved=saved)
+    return accumulators.state_variable(
+        variable.op.name + "/before_micro_batch",
+        lambda: tf.cond(initialized, lambda: _copy(variable.read_value()),
+                        lambda: _nothing(dtype)),
+        dtype, validate_shape=False, saved=saved)

@@ -223,7 +223,8 @@ def test_short_table_has_the_ratios_of_auto(results, tmp_path):
     path = str(tmp_path / "README.md")
     report.write_short_markdown(path, [results])
     with open(path) as file:
-        assert "| some network | 0.250 | 0.500 | 0.500 | 0.250 |" in file.read()
+        text = file.read()
+    assert "| some network | 0.250 | 0.500 | 0.500 | 0.250 |" in text
 
 
 def test_results_of_one_environment_are_merged(results):

@@ -320,7 +320,10 @@ def test_state_stays_with_the_worker(graph):
     with tf.device(tf.train.replica_device_setter(
             ps_tasks=1, worker_device=worker)):
         _, loss = make_model()
-        accumgrad.build_accumulation_ops(loss, tf.train.AdamOptimizer())
+        average = tf.get_variable("average", [], trainable=False)
+        accumgrad.build_accumulation_ops(
+            loss, tf.train.AdamOptimizer(), nonfinite="skip_micro_batch",
+            update_ops=[tf.assign_add(average, 1.0)])
     for variable in tf.local_variables():
         assert variable.device == worker, variable.op.name
     for variable in tf.global_variables():

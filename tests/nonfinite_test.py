@@ -5,8 +5,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import accumgrad
-from models import FORMS, assert_close, assert_same, build_model
-from models import read_variables, train_plainly
+from models import (FORMS, assert_close, assert_same, build_model,
+                    read_variables)
 from optimizers import BertOptimizer
 from optimizers import sgd
 from recipe import OPTIMIZERS
@@ -51,8 +51,8 @@ def train(door, form, optimizer_name, seeds, use_resource, **options):
 
 # The whole cycle.
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("optimizer_name", ["Adam", "Momentum", "Ftrl"])
+@pytest.mark.parametrize("reduction, optimizer_name", [
+    ("sum", "Adam"), ("mean", "Momentum")])
 def test_skip_leaves_all_as_it_was(graph, form, door, use_resource,
                                    assignable, optimizer_name, reduction):
     model = build_model(use_resource)
@@ -148,13 +148,13 @@ def test_references_under_control_flow_v2(behavior, graph):
 
 # One micro-batch.
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("optimizer_name", ["Adam", "Momentum"])
-def test_skipped_micro_batch_was_never_there(graph, form, door, use_resource,
+@pytest.mark.parametrize("optimizer_name, weighted, reduction", [
+    ("Adam", False, "sum"), ("Momentum", False, "mean"),
+    ("Momentum", True, "sum"), ("Adam", True, "mean")])
+def test_skipped_micro_batch_was_never_there(graph, form, door,
                                              optimizer_name, weighted,
                                              reduction):
-    model = build_model(use_resource)
+    model = build_model()
     options = {"accumulators": form, "reduction": reduction}
     if weighted:
         options["weight"] = model.size
@@ -166,7 +166,7 @@ def test_skipped_micro_batch_was_never_there(graph, form, door, use_resource,
             trainer.run_cycle(session, spoilt(model, seed, value))
         found = read_variables(session)
     with tf.Graph().as_default(), tf.Session() as session:
-        model = build_model(use_resource)
+        model = build_model()
         if weighted:
             options["weight"] = model.size
         trainer = door(model.loss, OPTIMIZERS[optimizer_name](),

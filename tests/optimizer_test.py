@@ -5,8 +5,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import accumgrad
-from models import FORMS, assert_close, assert_same, build_model
-from models import read_variables, train_plainly
+from models import (FORMS, assert_close, assert_same, build_model,
+                    read_variables, train_plainly)
 from optimizers import AdamW
 from optimizers import BertOptimizer
 from optimizers import GivenPairs
@@ -42,18 +42,16 @@ def make_weights(value=0.0, **options):
 # Equal to the others.
 
 @pytest.mark.parametrize("name", sorted(ALL_OPTIMIZERS))
-def test_equals_one_large_batch_after_each_run(graph, form, use_resource,
-                                               assignable, name):
+def test_equals_one_large_batch_after_each_run(graph, form, name):
     dtype = DTYPES.get(name, tf.float64)
     rtol, atol = ((1e-10, 1e-12) if dtype == tf.float64
                   # Divided by roots of second moments that are small.
                   else (1e-4, 1e-5))
     make_optimizer = ALL_OPTIMIZERS[name]
-    expected = train_plainly(make_optimizer, CYCLES, form, dtype=dtype,
-                             use_resource=use_resource)
-    model = build_model(use_resource, dtype)
+    expected = train_plainly(make_optimizer, CYCLES, form, dtype=dtype)
+    model = build_model(dtype=dtype)
     size = tf.get_variable("size", [], tf.int32, tf.ones_initializer(),
-                           trainable=False, use_resource=use_resource)
+                           trainable=False)
     step = tf.train.get_or_create_global_step()
     optimizer = accumgrad.AccumulatingOptimizer(
         make_optimizer(), size, reduction="mean", accumulators=form)
@@ -78,7 +76,7 @@ def test_equals_one_large_batch_after_each_run(graph, form, use_resource,
 
 
 @pytest.mark.parametrize("name", sorted(ALL_OPTIMIZERS))
-def test_equals_the_builder(behavior, form, name):
+def test_equals_the_builder(behavior, name):
     def train(build):
         with tf.Graph().as_default(), tf.Session() as session:
             model = build_model(dtype=DTYPES.get(name, tf.float64))
@@ -92,12 +90,12 @@ def test_equals_the_builder(behavior, form, name):
 
     def build_one_op(session, model):
         train_op = accumgrad.AccumulatingOptimizer(
-            ALL_OPTIMIZERS[name](), 3, accumulators=form).minimize(model.loss)
+            ALL_OPTIMIZERS[name](), 3).minimize(model.loss)
         return lambda feeds: [session.run(train_op, feed) for feed in feeds]
 
     def build_three_ops(session, model):
         ops = accumgrad.build_accumulation_ops(
-            model.loss, ALL_OPTIMIZERS[name](), accumulators=form)
+            model.loss, ALL_OPTIMIZERS[name]())
         return lambda feeds: accumgrad.run_cycle(session, ops, feeds)
 
     # The same ops, which in a branch TensorFlow may compute otherwise.
@@ -116,7 +114,19 @@ def test_forms_are_recognised(graph, form):
                      else dict.fromkeys(FORMS, "dense"))
 
 
-def test_user_code_between_compute_and_apply(graph, form, door):
+def test_forms_are_those_of_the_builder_under_update_ops(graph, form, door):
+    # The weight decay is constant, whatever the batch norm's averages do.
+    average = tf.get_variable("average", [], trainable=False)
+    model = build_model()
+    with tf.control_dependencies([tf.assign_add(average, 1.0)]):
+        door(model.loss, sgd(), 2, accumulators=form)
+    found = {item.variable: (item.form, item.reason)
+             for item in accumgrad.describe_accumulators()}
+    if form == "auto":
+        assert found["matrix"] == ("contraction", "MatMul + constant")
+
+
+def test_user_code_between_compute_and_apply(graph, form):
     # One gradient is rewritten in every micro-batch, the others are not.
     model = build_model()
     optimizer = accumgrad.AccumulatingOptimizer(sgd(), 2, accumulators=form)
@@ -155,6 +165,26 @@ def test_given_pairs(graph, x):
         session.run(train_op, {x: 1})
         session.run(train_op, {x: 2})
         assert session.run(w) == -6
+    with pytest.raises(ValueError, match="`mean_loss` is of the loss that"):
+        optimizer.mean_loss
+
+
+def test_towers(graph, x):
+    # Each tower's gradient by compute_gradients, their mean applied.
+    w = make_weights()
+    optimizer = accumgrad.AccumulatingOptimizer(sgd(), 2)
+    towers = [optimizer.compute_gradients(w * x * factor)
+              for factor in (1.0, 3.0)]
+    train_op = optimizer.apply_gradients([
+        (tf.add_n([first, second]) / 2, variable)
+        for (first, variable), (second, _) in zip(*towers)])
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(train_op, {x: 1})
+        session.run(train_op, {x: 2})
+        assert session.run(w) == -6
+    with pytest.raises(ValueError, match="`mean_loss` is of the loss that"):
+        optimizer.mean_loss
 
 
 def test_variable_without_gradient_is_left_out(graph, x):
@@ -366,6 +396,33 @@ def test_error_of_a_run_ends_its_cycle(graph, x):
             assert session.run(w) == 0
             assert not session.run(optimizer.has_updated)
         session.run(train_op, {x: 1})
+        session.run(train_op, {x: 2})
+        assert session.run(w) == -3
+
+
+def test_error_in_the_users_transform_ends_the_cycle_too(graph, x):
+    # And flush_op finds nothing of it.
+    w = make_weights()
+    optimizer = accumgrad.AccumulatingOptimizer(
+        sgd(), 2, transform_gradients=lambda pairs: [
+            (tf.check_numerics(gradient, "found"), variable)
+            for gradient, variable in pairs])
+    train_op = optimizer.minimize(w * x)
+    flush_op = optimizer.flush_op()
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        with pytest.raises(tf.errors.InvalidArgumentError,
+                           match="flush_op found nothing accumulated"):
+            session.run(flush_op)
+        for _ in range(3):
+            session.run(train_op, {x: np.nan})
+            with pytest.raises(tf.errors.InvalidArgumentError, match="found"):
+                session.run(train_op, {x: 1})
+            with pytest.raises(tf.errors.InvalidArgumentError,
+                               match="flush_op found nothing accumulated"):
+                session.run(flush_op)
+        session.run(train_op, {x: 1})
+        assert session.run(w) == 0
         session.run(train_op, {x: 2})
         assert session.run(w) == -3
 

@@ -5,8 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import accumgrad
-from models import assert_close, build_model
-from models import read_variables, train_plainly
+from models import assert_close, build_model, read_variables, train_plainly
 from optimizers import sgd
 from recipe import OPTIMIZERS
 
@@ -23,8 +22,8 @@ def w(graph):
 
 # Clipping.
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("clip_norm", [0.01, 1e6])
+@pytest.mark.parametrize("reduction, clip_norm", [
+    ("sum", 0.01), ("mean", 0.01), ("sum", 1e6)])
 def test_clipping_is_of_the_cycles_gradient(graph, form, door, reduction,
                                             clip_norm):
     sizes = [2, 3, 1, 2]
@@ -60,21 +59,21 @@ def test_aligned_large_gradients_give_the_clip_norm(w, door):
         np.testing.assert_allclose(session.run(w), [-1.5, -2.0], 1e-12)
 
 
-@pytest.mark.parametrize("num_micro_batches", [2, 4, 8, 16])
-def test_row_that_is_hit_again_and_again(graph, form, door,
-                                         num_micro_batches):
+def test_row_that_is_hit_again_and_again(graph, form, door):
     # Each micro-batch's gradient is 3 at row 0; each occurrence by itself
     # would have a norm of 3 sqrt(N), not 3 N.
     table = tf.get_variable("table", [4, 1], initializer=tf.ones_initializer())
     x = tf.placeholder(tf.float32, [])
     loss = x * tf.reduce_sum(tf.gather(table, [0]))
-    trainer = door(loss, sgd(), num_micro_batches, accumulators=form,
+    trainer = door(loss, sgd(), accumulators=form,
                    transform_gradients=accumgrad.clip_by_global_norm(1.0))
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
-        trainer.run_cycle(session, [{x: 3}] * num_micro_batches)
-        np.testing.assert_allclose(session.run(table)[:, 0], [0, 1, 1, 1],
-                                   atol=1e-6)
+        for num_micro_batches in (2, 4, 8, 16):
+            session.run(table.initializer)
+            trainer.run_cycle(session, [{x: 3}] * num_micro_batches)
+            np.testing.assert_allclose(session.run(table)[:, 0], [0, 1, 1, 1],
+                                       atol=1e-6)
 
 
 def test_clip_adds_up_repeated_rows(graph):

@@ -75,7 +75,7 @@ def tf_layers_normalized(x):
 
 def slim_normalized(x):
     slim = pytest.importorskip("tf_slim")
-    y = slim.batch_norm(x, decay=0.9, is_training=True, fused=False)
+    y = slim.batch_norm(x, decay=0.9, is_training=True)
     return y, tf.get_collection(tf.GraphKeys.UPDATE_OPS)
 
 
@@ -91,8 +91,10 @@ def keras_normalized(x):
 @pytest.mark.parametrize("normalized", [
     tf_layers_normalized, slim_normalized, keras_normalized])
 def test_batch_normalisation_of_libraries(x, normalized, way, door):
-    if normalized is not keras_normalized and tf.__version__ >= "2.16":
-        pytest.skip("TensorFlow 2.16 dropped the layer that is inside")
+    if normalized is tf_layers_normalized and tf.__version__ >= "2.16":
+        pytest.skip("TensorFlow 2.16 dropped these layers")
+    if normalized is slim_normalized and tf.__version__ >= "2":
+        pytest.skip("tf_slim's own uses names that TensorFlow 2 dropped")
     y, update_ops = normalized(x)
     assert update_ops
     with handed_over(way, update_ops) as options:
