@@ -53,7 +53,7 @@ def apply_concatenated(optimizer_name, use_resource, cycles):
 
 
 @pytest.mark.parametrize("optimizer_name", [
-    "Momentum", "Ftrl", "RMSProp", "Adagrad", "Adam"])
+    "Momentum", "Ftrl", "RMSProp", "Adam"])
 def test_rows_equal_the_concatenated_slices(graph, use_resource, folding,
                                             optimizer_name, door):
     # The second cycle touches fewer rows: lazy rules let the others rest,
