@@ -414,10 +414,13 @@ class _OneOp:
                 ended = tf.group(
                     self.cycle.zero(), self._reset_counts(),
                     self._updated.assign(has_updated, read_value=False))
-            # Only now, so that the next cycle begins clean.
-            with tf.control_dependencies([ended]):
-                checks_made = [cycle_lib.check(*error) for error in errors]
-            with tf.control_dependencies([ended] + checks_made):
+            # Only now, so that the next cycle begins clean; and in turn, for
+            # where nothing counts, a mean is NaN.
+            done = ended
+            for error in errors:
+                with tf.control_dependencies([done]):
+                    done = cycle_lib.check(*error)
+            with tf.control_dependencies([done]):
                 return tf.identity(has_updated)
 
     def _rest(self):

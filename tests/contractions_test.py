@@ -1300,28 +1300,29 @@ def ops_that_run(session, fetches, feed):
 @pytest.mark.parametrize("form", [
     one_layer, weight_decay, kernel_that_covers_the_input,
     decayed_convolution], ids=lambda form: form.__name__)
-def test_product_does_not_run_with_a_micro_batch(graph, monkeypatch, form):
+def test_gradient_is_not_computed_with_a_micro_batch(graph, monkeypatch,
+                                                     form, door):
+    # Neither the product nor, where there is one, the constant term.
     fold_beyond(monkeypatch, 10 ** 6)
     loss = total(form(None))
     [w] = tf.trainable_variables()
-    ran = {}
-    for choice in ("dense", "auto"):
+    for choice, expected in [("dense", "dense"), ("auto", "contraction")]:
         num_ops = len(graph.get_operations())
-        ops = accumgrad.build_accumulation_ops(loss, sgd(),
-                                               accumulators=choice)
-        [name] = [op.name for op in graph.get_operations()[num_ops:]
-                  if op.type in ("MatMul", "Conv2DBackpropFilter")
-                  and op.name.startswith("gradients")
-                  and op.outputs[0].shape.as_list() == w.shape.as_list()]
+        trainer = door(loss, sgd(), 100, accumulators=choice)
+        assert accumgrad.describe_accumulators()[-1].form == expected
+        products, terms = [
+            {op.name for op in graph.get_operations()[num_ops:]
+             if op.type in types and op.name.startswith("gradients")
+             and op.outputs[0].shape.as_list() == w.shape.as_list()}
+            for types in [("MatMul", "Conv2DBackpropFilter"),
+                          ("MatMul", "Conv2DBackpropFilter", "Mul")]]
+        assert products
         [feed] = make_feeds([1])
         with tf.Session() as session:
             session.run(tf.global_variables_initializer())
-            session.run(ops.zero_ops)
-            session.run(ops.accum_ops, feed)
-            ran[choice] = name in ops_that_run(session, ops.accum_ops, feed)
-            assert forms(ops)["w"] == ("dense" if choice == "dense"
-                                       else "contraction")
-    assert ran == {"dense": True, "auto": False}
+            trainer.accumulate(session, [feed])
+            ran = ops_that_run(session, trainer.micro_batch_op, feed)
+        assert products <= ran if choice == "dense" else not terms & ran
 
 
 def state(session, variable):

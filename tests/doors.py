@@ -12,6 +12,7 @@ class BuilderDoor:
     def __init__(self, loss, optimizer, num_micro_batches=None, **options):
         self.ops = accumgrad.build_accumulation_ops(loss, optimizer,
                                                     **options)
+        [self.micro_batch_op] = self.ops.accum_ops
 
     def accumulate(self, session, feeds):
         """Begins a cycle with fewer micro-batches than it has."""
@@ -48,6 +49,7 @@ class OptimizerDoor:
                 raise
             # optimizer_test.py has a test of that.
             pytest.skip(str(error))
+        self.micro_batch_op = self.train_op
 
     def accumulate(self, session, feeds):
         """Begins a cycle with fewer micro-batches than it has."""
