@@ -29,13 +29,15 @@ def model(graph):
 
 
 class Recorder(tf.train.SessionRunHook):
-    """Keeps what it fetched in each run."""
+    """Keeps what it fetched in each run, and counts how often it asked."""
 
     def __init__(self, fetches):
         self.fetches = fetches
         self.seen = []
+        self.asked = 0
 
     def before_run(self, run_context):
+        self.asked += 1
         return tf.train.SessionRunArgs(self.fetches)
 
     def after_run(self, run_context, run_values):
@@ -86,6 +88,7 @@ def test_monitored_training_session(model, tmp_path):
     # d loss / d w = x, at w of 0, -10 and -36.
     means = [0, -10 * 26 / 4, -36 * 42 / 4]
     assert recorder.seen == means
+    assert recorder.asked == len(means)
     assert [value for _, value in read_summaries(
         directory, "mean_loss")] == means
     counted = [at for at, _ in read_summaries(directory, "global_step/sec")]

@@ -5,8 +5,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import accumgrad
-from models import (assert_close, assert_same, build_model, read_variables,
-                    train_plainly)
+from models import (NUM_ROWS, WIDTH, assert_close, assert_same, build_model,
+                    read_variables, train_plainly)
 from optimizers import sgd
 from recipe import OPTIMIZERS
 
@@ -86,19 +86,22 @@ def test_weighted_sum_and_mean(graph, form, door, reduction):
 
 
 def test_micro_batch_of_weight_zero_counts_for_nothing(graph, form, door):
-    # A mean over no token is NaN, and so is its gradient.  Under Momentum, a
-    # row that had been touched would move.
+    # Its gradient is NaN in every element.  Under Momentum, a row of the
+    # table moves if it is touched at all, be it with zeros.
     cycles = [([3, 2], 0), ([2, 4], 1)]
     expected = train_plainly(OPTIMIZERS["Momentum"], cycles, form)
     model = build_model()
+    weight = tf.placeholder(tf.int32, [])
     trainer = door(model.loss, OPTIMIZERS["Momentum"](), 4, reduction="mean",
-                   weight=model.size, accumulators=form)
+                   weight=weight, accumulators=form)
+    nothing = {model.x: np.full([NUM_ROWS, WIDTH], np.nan),
+               model.ids: np.arange(NUM_ROWS), weight: 0}
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         for (sizes, seed), whole in zip(cycles, expected):
-            first, last = model.feeds(sizes, seed)
-            [nothing] = model.feeds([0])
-            assert np.isnan(session.run(model.loss, nothing))
+            first, last = [
+                {**feed, weight: size}
+                for feed, size in zip(model.feeds(sizes, seed), sizes)]
             trainer.run_cycle(session, [nothing, first, nothing, last])
             assert_close(read_variables(session), whole)
 
