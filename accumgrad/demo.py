@@ -5,7 +5,8 @@
 The network (Simonyan and Zisserman, 2015, configuration D) maps an image of a
 handwritten digit to a point on the unit sphere, so that images of the same
 digit lie closer together than images of different digits.  One triplet at a
-time is all that a micro-batch holds; Adam gets the mean gradient of 128.
+time is all that a micro-batch holds; Adam gets the mean gradient of 128, its
+global norm clipped.
 
 Needs the `demo` extra: `pip install accumgrad[demo]`.  Knows only the public
 names of accumgrad; the functions that build the model and read the images
@@ -43,7 +44,8 @@ EVALUATION_BATCH_SIZE = 10
 MAX_INTEGER = 2 ** 32 - 1
 
 # What the weights depend on: a checkpoint is of one setting of these.
-SETTINGS = ("seed", "micro_batches", "image_size", "learning_rate", "margin")
+SETTINGS = ("seed", "micro_batches", "image_size", "learning_rate", "margin",
+            "clip_norm")
 
 
 class Digits(NamedTuple):
@@ -281,11 +283,83 @@ def triplet_accuracy(embeddings, labels):
                    < np.linalg.norm(anchor - negative, axis=1))
 
 
+def build_ops(loss, options):
+    """Builds the ops of a cycle, and scalar summaries of what it did.
+
+    These read the accumulators, and so are to be run between `train_op` and
+    the next `zero_ops`.
+
+    Args:
+        loss: Scalar `Tensor` of one micro-batch.
+        options: The command line's.
+
+    Returns:
+        The `AccumulationOps`.
+    """
+    step = tf.train.get_or_create_global_step()
+    # An update op, so that a skipped micro-batch takes it back.
+    counted = tf.get_variable(
+        "counted_micro_batches", [], tf.int64, trainable=False,
+        initializer=tf.zeros_initializer())
+    ops = accumgrad.build_accumulation_ops(
+        loss, tf.train.AdamOptimizer(options.learning_rate),
+        reduction="mean", update_ops=[tf.assign_add(counted, 1)],
+        transform_gradients=_clip_and_summarize(options.clip_norm),
+        nonfinite="skip_micro_batch", global_step=step)
+    tf.summary.scalar("skipped_micro_batches",
+                      step * options.micro_batches - counted)
+    return ops
+
+
+def _clip_and_summarize(clip_norm):
+    clip = accumgrad.clip_by_global_norm(clip_norm)
+
+    def transform(grads_and_vars):
+        clipped = clip(grads_and_vars)
+        for when, pairs in ("before", grads_and_vars), ("after", clipped):
+            tf.summary.scalar(
+                f"gradient_norm_{when}_clipping",
+                tf.global_norm([gradient for gradient, _ in pairs]))
+        return clipped
+    return transform
+
+
+class CycleLog:
+    """Writes a cycle's loss, and the graph's summaries, for TensorBoard."""
+
+    def __init__(self, directory, first_cycle):
+        """Opens an event file.
+
+        Args:
+            directory: Where to, made if it is not there.
+            first_cycle: Number of the cycle that comes next.  What an earlier
+                run that was killed may have written of it counts no more.
+        """
+        self._summaries = tf.summary.merge_all()
+        self._writer = tf.summary.FileWriter(directory,
+                                             tf.get_default_graph())
+        self._writer.add_session_log(
+            tf.SessionLog(status=tf.SessionLog.START), first_cycle)
+
+    def write(self, session, cycle, loss):
+        """Writes the summaries of a cycle whose gradients are still there.
+
+        Args:
+            session: What the cycle ran in.
+            cycle: Its number.
+            loss: Its mean loss.
+        """
+        self._writer.add_summary(session.run(self._summaries), cycle)
+        self._writer.add_summary(tf.Summary(value=[tf.Summary.Value(
+            tag="cycle_loss", simple_value=loss)]), cycle)
+        self._writer.flush()
+
+
 def train(session, model, ops, digits, options, saver=None):
     """Trains from the cycle that the global step says is next.
 
-    Prints a line a cycle; by then the cycle is in the checkpoint, if there is
-    to be one.
+    Prints a line a cycle; by then the cycle is in the checkpoint and in the
+    event file, if there is to be one.
 
     Returns:
         List of the mean loss of each cycle.
@@ -296,6 +370,8 @@ def train(session, model, ops, digits, options, saver=None):
         return []
     feeds = triplet_feeds(model, digits, options.micro_batches, options.seed,
                           first_cycle)
+    log = (CycleLog(options.log_dir, first_cycle) if options.log_dir
+           else None)
     losses = []
     start = time.perf_counter()
     for cycle in accumgrad.run_cycles(
@@ -303,10 +379,14 @@ def train(session, model, ops, digits, options, saver=None):
             num_cycles=options.cycles - first_cycle, fetches=model.loss,
             progress=True):
         seconds = time.perf_counter() - start
+        number = first_cycle + cycle.index
+        # A micro-batch that was skipped may have a loss that is NaN.
+        losses.append(np.nanmean(cycle.fetches))
+        if log is not None:
+            log.write(session, number, losses[-1])
         if saver is not None:
             _save(session, saver, options.checkpoint_dir)
-        losses.append(cycle.fetches.mean())
-        print(f"cycle {first_cycle + cycle.index}: "
+        print(f"cycle {number}: "
               f"mean loss {losses[-1]:.4f}, {seconds:.1f} s, "
               f"{cycle.num_micro_batches / seconds:.1f} triplets/s, "
               f"peak resident memory {peak_memory_mb():.0f} MB", flush=True)
@@ -433,10 +513,14 @@ def parse_options(arguments=None):
     add("--learning-rate", type=float, default=5e-5, help="of Adam")
     add("--margin", type=float, default=0.1,
         help="of the triplet loss, a squared distance")
+    add("--clip-norm", type=_positive, default=1.0,
+        help="largest global norm of a cycle's mean gradient")
     add("--seed", type=_integer_from(0), default=0,
         help="of the initial weights and of the triplets")
     add("--checkpoint-dir", metavar="DIR",
         help="save there after each cycle, and go on from what is there")
+    add("--log-dir", metavar="DIR",
+        help="write summaries there, for TensorBoard")
     add("--plot", metavar="FILE",
         help="draw the loss and the held-out embeddings to this file")
     options = parser.parse_args(arguments)
@@ -455,6 +539,14 @@ def _integer_from(minimum):
                 f"must be from {minimum} to {MAX_INTEGER}; got {value}")
         return value
     return integer
+
+
+def _positive(text):
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"must be above 0 and finite; got {value}")
+    return value
 
 
 def check_extras(options):
@@ -481,10 +573,9 @@ def run(options):
     train_digits, held_out = load_images()
     tf.set_random_seed(options.seed)
     model = build_model(options.image_size, options.margin)
-    ops = accumgrad.build_accumulation_ops(
-        model.loss, tf.train.AdamOptimizer(options.learning_rate),
-        reduction="mean", global_step=tf.train.get_or_create_global_step())
-    initialize = tf.global_variables_initializer()
+    ops = build_ops(model.loss, options)
+    initialize = [tf.global_variables_initializer(),
+                  tf.local_variables_initializer()]
     saver = tf.train.Saver(max_to_keep=1)
     with tf.Session() as session:
         # The seed gives a resumed run the same untrained network, so that

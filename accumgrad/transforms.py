@@ -63,8 +63,9 @@ def global_norm(gradients):
     values = [_values(gradient) for gradient in gradients]
     dtype = (tf.float64 if any(value.dtype == tf.float64 for value in values)
              else tf.float32)
-    return tf.sqrt(tf.add_n([
-        tf.reduce_sum(tf.square(tf.cast(value, dtype))) for value in values]))
+    # Not by tf.add_n, which adds up in an order that differs from run to run.
+    return tf.sqrt(tf.reduce_sum(tf.stack([
+        tf.reduce_sum(tf.square(tf.cast(value, dtype))) for value in values])))
 
 
 def _check_clip_norm(clip_norm):

@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 
 import accumgrad
 from accumgrad import demo
+from event_files import read_summaries
 
 # Of VGG-16 with 1,000 classes at 224 x 224 pixels, as its authors published
 # it: "138 million" in table 2 of the paper.
@@ -25,6 +26,8 @@ CYCLES = 3
 MICRO_BATCHES = 3
 OPTIONS = ["--cycles", str(CYCLES), "--micro-batches", str(MICRO_BATCHES),
            "--image-size", "32", "--seed", "5"]
+SUMMARIES = ["cycle_loss", "gradient_norm_before_clipping",
+             "gradient_norm_after_clipping", "skipped_micro_batches"]
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +37,14 @@ def digits():
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What a whole run leaves: its lines, plot and checkpoint directory."""
+    """What a whole run leaves: its lines, plot, checkpoints and summaries."""
     directory = tmp_path_factory.mktemp("undisturbed")
     plot = str(directory / "plot.png")
     checkpoints = str(directory / "checkpoints")
+    logs = str(directory / "logs")
     lines = run_main(directory / "output", "--plot", plot,
-                     "--checkpoint-dir", checkpoints)
-    yield lines, plot, checkpoints
+                     "--checkpoint-dir", checkpoints, "--log-dir", logs)
+    yield lines, plot, checkpoints, logs
     remove_checkpoints(checkpoints)
 
 
@@ -263,7 +267,7 @@ def test_accuracy_is_of_the_triplets_in_order():
 
 
 def test_main_prints_a_line_a_cycle_and_the_accuracies(undisturbed):
-    lines, plot, _ = undisturbed
+    lines, plot, _, _ = undisturbed
     cycles = [re.match(
         r"cycle (\d+): mean loss (\d\.\d{4}), (\d+\.\d) s, (\d+\.\d) "
         r"triplets/s, peak resident memory (\d+) MB$", line)
@@ -288,18 +292,71 @@ def test_main_prints_a_line_a_cycle_and_the_accuracies(undisturbed):
 
 
 def test_plot_is_an_image_with_something_in_each_panel(undisturbed):
-    _, plot, _ = undisturbed
+    _, plot, _, _ = undisturbed
     image = matplotlib.image.imread(plot)[..., :3]
     for panel in np.array_split(image, 3, axis=1):
         assert 0.01 < np.mean(panel.min(axis=2) < 0.5) < 0.5
 
 
+def test_event_file_has_the_summaries_of_each_cycle(undisturbed):
+    lines, _, _, logs = undisturbed
+    summaries = [read_summaries(logs, tag) for tag in SUMMARIES]
+    for pairs in summaries:
+        assert [step for step, _ in pairs] == list(range(CYCLES))
+    for line, *values in zip(lines[1:-2], *summaries):
+        loss, before, after, skipped = (value for _, value in values)
+        assert f"mean loss {loss:.4f}," in line
+        assert after == pytest.approx(min(before, 1.0), rel=1e-6)
+        assert skipped == 0
+
+
+def test_summaries_are_of_what_was_clipped_and_skipped(digits, tmp_path):
+    # Every 7th image is NaN; cycles of 8 triplets.
+    images = digits[0].images.copy()
+    images[::7] = np.nan
+    spoilt = digits[0]._replace(images=images)
+    options = demo.parse_options([
+        "--cycles", "2", "--micro-batches", "8", "--clip-norm", "0.01",
+        "--log-dir", str(tmp_path)])
+    with tf.Graph().as_default(), tf.Session() as session:
+        tf.set_random_seed(0)
+        model = demo.build_model(32, margin=1.0)
+        ops = demo.build_ops(model.loss, options)
+        gradients = tf.gradients(model.loss, tf.trainable_variables())
+        session.run([tf.global_variables_initializer(),
+                     tf.local_variables_initializer()])
+        feeds = demo.triplet_feeds(model, spoilt, 8, seed=0)
+        images = [next(feeds)[model.images] for _ in range(16)]
+        whole = [np.isfinite(triplet).all() for triplet in images]
+        assert 0 < sum(whole[:8]) < 8 and 0 < sum(whole[8:]) < 8
+        # Of the first cycle, as one batch of those that are whole.
+        norm = np.sqrt(sum(
+            np.sum(np.square(gradient, dtype=np.float64))
+            for gradient in session.run(gradients, {
+                model.images: np.concatenate([
+                    triplet for triplet, counts in zip(images[:8], whole)
+                    if counts])})))
+        losses = demo.train(session, model, ops, spoilt, options)
+        assert np.all(np.isfinite(losses))
+    loss, before, after, skipped = [
+        [value for _, value in read_summaries(tmp_path, tag)]
+        for tag in SUMMARIES]
+    np.testing.assert_allclose(loss, losses, rtol=1e-6)
+    # float32 through 16 layers, of another batch size.
+    assert before[0] == pytest.approx(norm, rel=1e-4)
+    assert min(before) > 0.01
+    np.testing.assert_allclose(after, 0.01, rtol=1e-5)
+    assert skipped == [8 - sum(whole[:8]), 16 - sum(whole)]
+
+
 def test_run_that_was_killed_goes_on_to_the_same_weights(
         undisturbed, tmp_path):
-    lines, _, checkpoints = undisturbed
+    lines, _, checkpoints, logs = undisturbed
     directory = str(tmp_path / "checkpoints")
-    run_until_killed(directory)
-    resumed = run_main(tmp_path / "output", "--checkpoint-dir", directory)
+    options = ["--checkpoint-dir", directory,
+               "--log-dir", str(tmp_path / "logs")]
+    run_until_killed(options)
+    resumed = run_main(tmp_path / "output", *options)
     step = int(re.match(r"resuming at cycle (\d)", resumed[1]).group(1))
     assert 1 <= step < CYCLES
     assert [line.split(",")[0] for line in resumed[2:]] == [
@@ -315,14 +372,16 @@ def test_run_that_was_killed_goes_on_to_the_same_weights(
         np.testing.assert_array_equal(
             found.get_tensor(name), expected.get_tensor(name), name)
     remove_checkpoints(directory)
+    for tag in SUMMARIES:
+        assert (read_summaries(tmp_path / "logs", tag)
+                == read_summaries(logs, tag))
 
 
-def run_until_killed(directory):
+def run_until_killed(options):
     """Kills a run in a process of its own once a cycle's line is printed."""
     root = os.path.dirname(os.path.dirname(accumgrad.__file__))
     child = subprocess.Popen(
-        [sys.executable, "-m", "accumgrad.demo"] + OPTIONS
-        + ["--checkpoint-dir", directory],
+        [sys.executable, "-m", "accumgrad.demo"] + OPTIONS + options,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         universal_newlines=True, env=dict(os.environ, PYTHONPATH=root))
     lines = []
@@ -344,7 +403,7 @@ def test_finished_run_trains_no_more():
 
 
 def test_checkpoints_of_other_settings_are_refused(undisturbed):
-    _, _, checkpoints = undisturbed
+    _, _, checkpoints, _ = undisturbed
     with pytest.raises(SystemExit, match=r"'seed': 5.*'seed': 6"):
         demo.main(OPTIONS + ["--seed", "6", "--checkpoint-dir", checkpoints])
 
@@ -364,6 +423,8 @@ def test_missing_package_is_named_with_the_extra(
     ("--micro-batches", "0", "must be from 1 to 4294967295; got 0"),
     ("--image-size", "31", "must be from 32 to 4294967295; got 31"),
     ("--seed", "-1", "must be from 0 to 4294967295; got -1"),
+    ("--clip-norm", "0", "must be above 0 and finite; got 0.0"),
+    ("--clip-norm", "inf", "must be above 0 and finite; got inf"),
     ("--plot", "missing/plot.png", "no directory for missing/plot.png")])
 def test_option_out_of_range_is_refused(capsys, option, value, message):
     with pytest.raises(SystemExit):

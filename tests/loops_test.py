@@ -9,6 +9,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import accumgrad
+from event_files import read_summaries
 from optimizers import sgd
 from programs import run_python
 
@@ -42,16 +43,6 @@ class Recorder(tf.train.SessionRunHook):
 
     def after_run(self, run_context, run_values):
         self.seen.append(run_values.results)
-
-
-def read_summaries(folder, tag):
-    """Returns pairs of step and value in the folder's event files."""
-    found = []
-    for path in sorted(glob.glob(os.path.join(folder, "events.*"))):
-        for event in tf.train.summary_iterator(path):
-            found.extend((event.step, value.simple_value)
-                         for value in event.summary.value if value.tag == tag)
-    return found
 
 
 def test_monitored_training_session(model, tmp_path):
