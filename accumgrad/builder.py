@@ -54,7 +54,7 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
     and weights `w_1 ... w_n`, and `train_op`, the variables are where
     `optimizer.apply_gradients` of `w_1 g_1 + ... + w_n g_n` takes them
     (`"sum"`), or of that divided by `w_1 + ... + w_n` (`"mean"`).  Without
-    `weight`, each is one:
+    `weight`, each is one::
 
         session.run(ops.zero_ops)
         for i in range(128):

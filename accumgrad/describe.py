@@ -55,6 +55,8 @@ class AccumulatorDescriptions(List[AccumulatorDescription]):
 def describe_accumulators(ops_or_graph=None):
     """Tells how each variable's gradient is held: form, reason, bytes.
 
+    A list to go through, which prints as a table::
+
         print(accumgrad.describe_accumulators(ops))
 
     Args:

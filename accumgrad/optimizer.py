@@ -18,7 +18,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
     """Makes an optimizer apply its gradients once in `num_micro_batches` runs.
 
     For `tf.estimator`, `tf_slim.learning.train`, `MonitoredTrainingSession`
-    and all other loops that run one `train_op` again and again:
+    and all other loops that run one `train_op` again and again::
 
         optimizer = accumgrad.AccumulatingOptimizer(
             tf.train.AdamOptimizer(1e-4), 128, reduction="mean")

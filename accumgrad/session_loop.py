@@ -74,7 +74,7 @@ def run_cycles(session, ops, feeds=None, num_micro_batches=128, *,
                progress=False):
     """Runs cycle after cycle, and yields a `CycleResult` after each update.
 
-    Logging, saving and early stopping are the caller's:
+    Logging, saving and early stopping are the caller's::
 
         for cycle in run_cycles(session, ops, feeds, 128, fetches=loss):
             print(cycle.index, cycle.fetches.mean())

@@ -18,7 +18,7 @@ def clip_by_global_norm(clip_norm):
     `IndexedSlices`, occurrences of a row are added up first, so that their
     norm is that of the dense gradient; `tf.clip_by_global_norm` takes each by
     itself.  If the norm is infinite or NaN, all gradients become NaN, as with
-    that function.
+    that function::
 
         ops = accumgrad.build_accumulation_ops(
             loss, optimizer,

@@ -159,20 +159,3 @@ def test_import_has_no_side_effect_on_tensorflow(tmp_path):
         "import accumgrad\n"
         "assert state() == before, (before, state())\n", tmp_path)
     assert status == 0, output
-
-
-def test_readme_examples_run(tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```$",
-                        _read(REPOSITORY, "README.md"),
-                        re.MULTILINE | re.DOTALL)
-    assert len(blocks) > 5
-    # Each of the others goes on from the first.
-    status, output = run_python(
-        "import tensorflow.compat.v1 as tf\n"
-        f"first, *others = {blocks!r}\n"
-        "for block in [''] + others:\n"
-        "    with tf.Graph().as_default():\n"
-        "        exec(first + block, {})\n"
-        "    print('=== ran')\n", tmp_path)
-    assert status == 0, output
-    assert output.count("=== ran") == len(blocks)
