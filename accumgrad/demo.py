@@ -473,15 +473,23 @@ def plot(path, losses, first_cycle, before, after, labels):
     loss_axes.set_ylabel("mean triplet loss (squared distance)")
     loss_axes.set_ylim(bottom=0)
     loss_axes.locator_params(axis="x", integer=True)
-    _plot_embeddings(before_axes, before, labels,
-                     "Held-out digits, before training")
-    _plot_embeddings(after_axes, after, labels,
-                     "Held-out digits, after training")
+    plot_embeddings(before_axes, before, labels,
+                    "Held-out digits, before training")
+    plot_embeddings(after_axes, after, labels,
+                    "Held-out digits, after training")
     figure.tight_layout()
     figure.savefig(path)
 
 
-def _plot_embeddings(axes, embeddings, labels, title):
+def plot_embeddings(axes, embeddings, labels, title):
+    """Draws embeddings in the plane of their two principal components.
+
+    Args:
+        axes: `matplotlib.axes.Axes` to draw into.
+        embeddings: float array `[num_images, embedding_size]`.
+        labels: int array `[num_images]`, the digits.
+        title: Of the axes.
+    """
     pca = _import_extra("sklearn.decomposition").PCA(2)
     points = pca.fit_transform(embeddings)
     for digit in range(10):
