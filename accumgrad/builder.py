@@ -6,7 +6,8 @@ knows nothing of sessions, nor of how gradients are accumulated.
 
 import warnings
 import weakref
-from typing import List, NamedTuple
+from typing import (Any, Callable, Iterable, List, MutableMapping, NamedTuple,
+                    Optional, Sequence, Union)
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -16,9 +17,12 @@ from accumgrad import checks
 from accumgrad import cycle as cycle_lib
 from accumgrad import describe
 from accumgrad import graph_reading
+from accumgrad.annotations import GradsAndVars
+from accumgrad.annotations import Transform
 
 # Graph -> the optimizers that a builder was given for it.
-_OPTIMIZERS = weakref.WeakKeyDictionary()
+_OPTIMIZERS: MutableMapping[tf.Graph, weakref.WeakSet] = (
+    weakref.WeakKeyDictionary())
 
 
 class AccumulationOps(NamedTuple):
@@ -41,13 +45,17 @@ class AccumulationOps(NamedTuple):
     train_op: tf.Operation
 
 
-def build_accumulation_ops(loss, optimizer, var_list=None, *,
-                           reduction="sum", weight=None,
-                           transform_gradients=None, update_ops=None,
-                           global_step=None, nonfinite="apply",
-                           accumulators="auto", save_accumulators=False,
-                           colocate_gradients_with_ops=False,
-                           name="accumgrad"):
+def build_accumulation_ops(loss: tf.Tensor, optimizer: Any,
+                           var_list: Any = None, *, reduction: str = "sum",
+                           weight: Union[None, float, tf.Tensor] = None,
+                           transform_gradients: Optional[Transform] = None,
+                           update_ops: Any = None,
+                           global_step: Optional[tf.Variable] = None,
+                           nonfinite: str = "apply",
+                           accumulators: str = "auto",
+                           save_accumulators: bool = False,
+                           colocate_gradients_with_ops: bool = False,
+                           name: str = "accumgrad") -> AccumulationOps:
     """Builds ops that accumulate gradients, and apply them once a cycle.
 
     After `zero_ops`, N runs of `accum_ops` that see gradients `g_1 ... g_n`
@@ -194,7 +202,8 @@ def build_accumulation_ops(loss, optimizer, var_list=None, *,
     return AccumulationOps(cycle.zero_ops, accum_ops, train_op)
 
 
-def _compute_gradients(loss, optimizer, var_list, colocate_gradients_with_ops):
+def _compute_gradients(loss: tf.Tensor, optimizer: Any, var_list: Any,
+                       colocate_gradients_with_ops: bool) -> GradsAndVars:
     """Returns the pairs that have a gradient."""
     # An optimizer of the user's own need not know the option.
     options = {}
@@ -214,13 +223,13 @@ def _compute_gradients(loss, optimizer, var_list, colocate_gradients_with_ops):
     return with_gradient
 
 
-def open_scope(name):
+def open_scope(name: str) -> str:
     """Returns the name scope for the library's ops, which is new."""
     with tf.name_scope(name) as scope:
         return scope
 
 
-def warn_if_shared(optimizer):
+def warn_if_shared(optimizer: Any) -> None:
     """Warns where the optimizer has state that another builder moves too."""
     if not isinstance(optimizer, tf.train.Optimizer):
         return
@@ -241,8 +250,9 @@ def warn_if_shared(optimizer):
     optimizers.add(optimizer)
 
 
-def apply(grads_and_vars, optimizer, global_step, before_update, condition,
-          scope):
+def apply(grads_and_vars: GradsAndVars, optimizer: Any,
+          global_step: Optional[tf.Variable], before_update: Sequence[Any],
+          condition: Optional[tf.Tensor], scope: str) -> tf.Operation:
     """Returns the op that applies the gradients and moves `global_step`.
 
     Args:
@@ -286,18 +296,21 @@ def apply(grads_and_vars, optimizer, global_step, before_update, condition,
     return train_op
 
 
-def in_name_scope(name_scope, build):
+def in_name_scope(name_scope: str,
+                  build: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
     """Returns `build` made to run in the name scope, from within a branch.
 
     So that the optimizer's variables have the names that they have outside.
     """
-    def build_in_scope():
+    def build_in_scope() -> tf.Tensor:
         with tf.name_scope(name_scope + "/" if name_scope else None):
             return build()
     return build_in_scope
 
 
-def _apply_and_step(grads_and_vars, optimizer, global_step, scope):
+def _apply_and_step(grads_and_vars: GradsAndVars, optimizer: Any,
+                    global_step: Optional[tf.Variable],
+                    scope: str) -> tf.Operation:
     graph = tf.get_default_graph()  # a branch may have one of its own
     num_ops = len(graph.get_operations())
     options = {} if global_step is None else {"global_step": global_step}
@@ -319,7 +332,8 @@ def _apply_and_step(grads_and_vars, optimizer, global_step, scope):
     return train_op if isinstance(train_op, tf.Operation) else train_op.op
 
 
-def _make_initial_value_free(next_creator, **kwargs):
+def _make_initial_value_free(next_creator: Callable[..., tf.Variable],
+                             **kwargs: Any) -> tf.Variable:
     """Creates a variable whose initializer waits for no cycle.
 
     A slot made as `tf.Variable(tf.zeros(shape))` has a tensor for its initial
@@ -334,7 +348,8 @@ def _make_initial_value_free(next_creator, **kwargs):
     return next_creator(**kwargs)
 
 
-def _moves(operations, global_step):
+def _moves(operations: Iterable[tf.Operation],
+           global_step: tf.Variable) -> bool:
     """Returns whether one of `operations` may assign to `global_step`.
 
     Read off the graph, not from the value before and after: a wrapper that

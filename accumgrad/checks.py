@@ -7,15 +7,19 @@ import collections.abc
 import inspect
 import numbers
 import re
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence
 
 import tensorflow.compat.v1 as tf
+
+from accumgrad.annotations import GradsAndVars
+from accumgrad.annotations import MaybeGradsAndVars
 
 # The base of TensorFlow 1's variables and of 2's: `tf.Variable` of compat.v1
 # is no base of what `tf.compat.v2.Variable` makes.
 VARIABLE_TYPE = tf.Variable.__base__
 
 
-def check_graph_mode():
+def check_graph_mode() -> None:
     """Raises RuntimeError where ops would not go into a plain graph."""
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -29,7 +33,7 @@ def check_graph_mode():
             "`tf.while_loop`).  Build outside it.")
 
 
-def check_choice(argument, value, choices):
+def check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     # Not `value in choices`: comparing a tensor or an array is no bool.
     if not isinstance(value, str) or value not in choices:
@@ -38,7 +42,7 @@ def check_choice(argument, value, choices):
                          f"got {value!r}.")
 
 
-def check_name(name):
+def check_name(name: Any) -> None:
     """Raises unless `name` can open a name scope of its own."""
     if not isinstance(name, str):
         raise TypeError("`name` must be a string, the name scope of the ops; "
@@ -51,7 +55,7 @@ def check_name(name):
                          f"'accumgrad'; got {name!r}.")
 
 
-def check_loss(loss):
+def check_loss(loss: Any) -> None:
     """Raises unless `loss` is a floating-point tensor of the default graph."""
     if not isinstance(loss, tf.Tensor):
         raise TypeError("`loss` must be a tf.Tensor, the loss of one "
@@ -66,7 +70,7 @@ def check_loss(loss):
             "another graph.  Build under `with loss.graph.as_default():`.")
 
 
-def check_optimizer(optimizer):
+def check_optimizer(optimizer: Any) -> None:
     """Raises TypeError unless `optimizer` has the two methods of TF 1's."""
     for method in ("compute_gradients", "apply_gradients"):
         if not callable(getattr(optimizer, method, None)):
@@ -84,7 +88,8 @@ def check_optimizer(optimizer):
             "namesake in tf.compat.v1.train.")
 
 
-def check_var_list(var_list, optimizer):
+def check_var_list(var_list: Any,
+                   optimizer: Any) -> Optional[List[tf.Variable]]:
     """Returns `var_list` as a flat list of variables, or None if it is None.
 
     Raises:
@@ -115,7 +120,7 @@ def check_var_list(var_list, optimizer):
     return variables
 
 
-def check_distinct(argument, variables):
+def check_distinct(argument: str, variables: Iterable[tf.Variable]) -> None:
     """Raises ValueError if a variable is in the list twice."""
     seen, repeated = set(), []
     for variable in variables:
@@ -128,7 +133,7 @@ def check_distinct(argument, variables):
             "moved twice; more than once are: " + ", ".join(repeated))
 
 
-def check_global_step(global_step):
+def check_global_step(global_step: Any) -> None:
     """Raises unless `global_step` is None or a scalar integer variable."""
     if global_step is None:
         return
@@ -148,12 +153,12 @@ def check_global_step(global_step):
                          f"{global_step.op.name!r} of another graph.")
 
 
-def check_weight(weight):
+def check_weight(weight: Any) -> None:
     """Raises unless `weight` is None or a scalar real tensor or number."""
     if weight is None:
         return
     if isinstance(weight, numbers.Real) and not isinstance(weight, bool):
-        if not 0 < weight < float("inf"):
+        if weight <= 0 or not weight < float("inf"):
             raise ValueError("`weight` must be above 0 and finite where it "
                              f"is a number; got {weight!r}.")
         return
@@ -173,7 +178,7 @@ def check_weight(weight):
                          f"{weight.name!r} of another graph.")
 
 
-def check_update_ops(update_ops):
+def check_update_ops(update_ops: Any) -> List[tf.Operation]:
     """Returns `update_ops` as a flat list of operations.
 
     Raises:
@@ -198,7 +203,7 @@ def check_update_ops(update_ops):
     return operations
 
 
-def check_transform(transform_gradients):
+def check_transform(transform_gradients: Any) -> None:
     """Raises TypeError unless it is None or can be called."""
     if transform_gradients is not None and not callable(transform_gradients):
         raise TypeError(
@@ -207,7 +212,7 @@ def check_transform(transform_gradients):
             f"{transform_gradients!r} ({_type_name(transform_gradients)}).")
 
 
-def check_loss_scale(nonfinite, optimizer):
+def check_loss_scale(nonfinite: str, optimizer: Any) -> None:
     """Raises ValueError if an infinity would be hidden from the optimizer."""
     if nonfinite != "apply" and _owns_dynamic_loss_scale(optimizer):
         raise ValueError(
@@ -217,7 +222,8 @@ def check_loss_scale(nonfinite, optimizer):
             f"({_type_name(optimizer)}).")
 
 
-def check_conditional(what, optimizer, variables):
+def check_conditional(what: str, optimizer: Any,
+                      variables: Iterable[tf.Variable]) -> None:
     """Raises ValueError if it is not possible to apply in a `tf.cond`.
 
     Args:
@@ -242,14 +248,16 @@ def check_conditional(what, optimizer, variables):
                 "tf.compat.v1.disable_control_flow_v2().")
 
 
-def check_flag(argument, value):
+def check_flag(argument: str, value: Any) -> None:
     """Raises TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"`{argument}` must be True or False; got {value!r} "
                         f"({_type_name(value)}).")
 
 
-def check_grads_and_vars(name, grads_and_vars, must="must return"):
+def check_grads_and_vars(
+        name: str, grads_and_vars: Any,
+        must: str = "must return") -> MaybeGradsAndVars:
     """Returns checked pairs: what the function `name` returned.
 
     Or what the argument `name` has; then it "must have" them.
@@ -281,7 +289,8 @@ def check_grads_and_vars(name, grads_and_vars, must="must return"):
     return pairs
 
 
-def check_transformed(grads_and_vars, given):
+def check_transformed(grads_and_vars: Any,
+                      given: Sequence[tf.Variable]) -> GradsAndVars:
     """Returns what `transform_gradients` returned, but for what it dropped.
 
     Args:
@@ -323,7 +332,7 @@ def check_transformed(grads_and_vars, given):
     return pairs
 
 
-def check_num_micro_batches(num_micro_batches):
+def check_num_micro_batches(num_micro_batches: Any) -> None:
     """Raises unless it is an integer of at least 1 or an integer scalar."""
     name = "num_micro_batches"
     if not isinstance(num_micro_batches, (tf.Tensor, VARIABLE_TYPE)):
@@ -340,7 +349,7 @@ def check_num_micro_batches(num_micro_batches):
                          f"{num_micro_batches.name!r} of another graph.")
 
 
-def check_positive_integer(argument, value):
+def check_positive_integer(argument: str, value: Any) -> int:
     """Returns `value` as an int of at least 1, or raises."""
     # bool is an Integral too, but True micro-batches is a mistake.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -351,7 +360,7 @@ def check_positive_integer(argument, value):
     return int(value)
 
 
-def _flat_variables(var_list):
+def _flat_variables(var_list: Any) -> Iterator[tf.Variable]:
     """Yields the variables in a nest of lists, each partition by itself."""
     if isinstance(var_list, VARIABLE_TYPE):
         yield var_list
@@ -369,12 +378,12 @@ def _flat_variables(var_list):
             "`.value`.")
 
 
-def _is_partitioned(value):
+def _is_partitioned(value: Any) -> bool:
     # TensorFlow has no public name for the class of partitioned variables.
     return hasattr(value, "as_tensor") and hasattr(value, "__iter__")
 
 
-def _owns_dynamic_loss_scale(optimizer):
+def _owns_dynamic_loss_scale(optimizer: Any) -> bool:
     """Returns whether it, or an optimizer inside it, holds a loss scale."""
     experimental = tf.train.experimental
     seen, inside = set(), [optimizer]
@@ -392,12 +401,12 @@ def _owns_dynamic_loss_scale(optimizer):
     return False
 
 
-def _takes_tape(compute_gradients):
+def _takes_tape(compute_gradients: Callable[..., Any]) -> bool:
     try:
         return "tape" in inspect.signature(compute_gradients).parameters
     except (TypeError, ValueError):
         return False  # a callable without a signature: let it try
 
 
-def _type_name(value):
+def _type_name(value: Any) -> str:
     return type(value).__module__ + "." + type(value).__qualname__

@@ -8,7 +8,7 @@ variables' state, optimizers or cycles.
 """
 
 import collections
-from typing import List, NamedTuple, Optional
+from typing import Iterable, List, NamedTuple, Optional, Set, Tuple, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -69,7 +69,8 @@ class Contraction(NamedTuple):
     constants: List[tf.Tensor]
 
 
-def find_contraction(gradient, shape, constant_ops):
+def find_contraction(gradient: tf.Tensor, shape: tf.TensorShape,
+                     constant_ops: Set[str]) -> Union[Contraction, str]:
     """Returns the `Contraction` that `gradient` is, or why it is none.
 
     Args:
@@ -86,7 +87,8 @@ def find_contraction(gradient, shape, constant_ops):
         return "its shape is not the variable's"
     if not gradient.dtype.is_floating:
         return f"its dtype is {gradient.dtype.name}"
-    products, constants = [], []
+    products: List[Product] = []
+    constants: List[tf.Tensor] = []
     terms = [(gradient, shape.as_list())]
     while terms:
         term, term_shape = terms.pop()
@@ -114,7 +116,8 @@ def find_contraction(gradient, shape, constant_ops):
     return Contraction(products, constants)
 
 
-def find_constant_ops(operations, variables):
+def find_constant_ops(operations: Iterable[tf.Operation],
+                      variables: Iterable[tf.Variable]) -> Set[str]:
     """Returns the names of ops whose outputs stay the same through a cycle.
 
     They depend on constants and on `variables` alone, through ops without
@@ -151,7 +154,8 @@ def find_constant_ops(operations, variables):
     return constant
 
 
-def _split(tensor, shape):
+def _split(tensor: tf.Tensor,
+           shape: List[int]) -> Optional[List[Tuple[tf.Tensor, List[int]]]]:
     """Returns what `tensor` is the sum of, up to shape and dtype, if it is.
 
     Args:
@@ -179,12 +183,12 @@ def _split(tensor, shape):
     return None
 
 
-def _has_shape(tensor, shape):
+def _has_shape(tensor: tf.Tensor, shape: List[int]) -> bool:
     return (tensor.shape.is_fully_defined()
             and tensor.shape.as_list() == shape)
 
 
-def _keeps_order(permutation):
+def _keeps_order(permutation: tf.Tensor) -> bool:
     """Returns whether it is known to be 0, 1, ...; so is its inverse then."""
     if permutation.op.type == "InvertPermutation":
         permutation = permutation.op.inputs[0]
@@ -192,7 +196,7 @@ def _keeps_order(permutation):
     return order is not None and list(order) == list(range(len(order)))
 
 
-def _as_product(tensor, shape):
+def _as_product(tensor: tf.Tensor, shape: List[int]) -> Optional[Product]:
     """Returns the `Product` that `tensor`, of this shape, is, or None."""
     op = tensor.op
     if not tensor.dtype.is_floating or any(
@@ -205,7 +209,7 @@ def _as_product(tensor, shape):
     return None
 
 
-def _matmul_product(op, shape):
+def _matmul_product(op: tf.Operation, shape: List[int]) -> Optional[Product]:
     left, right = op.inputs
     if [left.shape.rank, right.shape.rank] != [2, 2]:
         return None
@@ -219,7 +223,7 @@ def _matmul_product(op, shape):
                    transpose_left, transpose_right, op.type)
 
 
-def _filter_product(op, shape):
+def _filter_product(op: tf.Operation, shape: List[int]) -> Optional[Product]:
     """Returns a convolution's filter gradient as a product, where it is one.
 
     It is where the kernel covers the whole input, so that there is one
@@ -246,7 +250,8 @@ def _filter_product(op, shape):
                    num_rows, False, False, op.type)
 
 
-def _find_lost_effect(gradient, products):
+def _find_lost_effect(gradient: tf.Tensor,
+                      products: List[Product]) -> Optional[str]:
     """Returns the type of an op that runs for `gradient` alone, or None.
 
     Only the factors are computed with each micro-batch.  What a user tied to
@@ -265,7 +270,7 @@ def _find_lost_effect(gradient, products):
     return None
 
 
-def _is_pure(op):
+def _is_pure(op: tf.Operation) -> bool:
     """Returns whether `op` has no effect, and depends on its inputs alone."""
     return not (op.type in _VARYING or op.op_def.is_stateful or any(
         graph_reading.is_reference(tensor)

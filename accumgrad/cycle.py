@@ -3,13 +3,15 @@
 Knows no optimizer: what comes out is pairs of a gradient and a variable.
 """
 
-from typing import Any, Callable, List, NamedTuple, Optional
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import tensorflow.compat.v1 as tf
 
 from accumgrad import accumulators as accumulators_lib
 from accumgrad import checks
 from accumgrad import update_ops as update_ops_lib
+from accumgrad.annotations import Gradient
+from accumgrad.annotations import GradsAndVars
 
 REDUCTIONS = ("sum", "mean")
 NONFINITE = ("apply", "skip", "skip_micro_batch", "raise")
@@ -27,7 +29,7 @@ class Options(NamedTuple):
     save_accumulators: bool
 
 
-def check_options(options, optimizer):
+def check_options(options: Options, optimizer: Any) -> Options:
     """Returns the options with `update_ops` as a flat list, or raises."""
     checks.check_choice("reduction", options.reduction, REDUCTIONS)
     checks.check_choice("nonfinite", options.nonfinite, NONFINITE)
@@ -58,7 +60,8 @@ class Cycle:
             micro-batches, or the sum of their weights.
     """
 
-    def __init__(self, grads_and_vars, options, losses, scope):
+    def __init__(self, grads_and_vars: GradsAndVars, options: Options,
+                 losses: List[tf.Tensor], scope: str) -> None:
         """Makes the state.
 
         Args:
@@ -107,7 +110,7 @@ class Cycle:
                         options.save_accumulators)
                     self.zero_ops.extend(self._updates.zero_ops)
 
-    def accumulate(self):
+    def accumulate(self) -> tf.Operation:
         """Returns the op that adds one micro-batch."""
         with tf.name_scope(self._scope), tf.control_dependencies(
                 self._losses + [self._updated] + _check_weight(self.weight)):
@@ -130,11 +133,11 @@ class Cycle:
             # As one: what a session run is asked for costs it time, op by op.
             return tf.group(*operations, name="accumulate")
 
-    def is_accumulated(self):
+    def is_accumulated(self) -> tf.Tensor:
         """Returns whether anything is in the accumulators."""
         return self.total_weight.read_value() > 0
 
-    def reduce(self):
+    def reduce(self) -> GradsAndVars:
         """Returns the pairs of a reduced gradient and its variable."""
         with tf.name_scope(self._scope):
             total = self.total_weight.read_value()
@@ -143,7 +146,7 @@ class Cycle:
                     for accumulator, variable
                     in zip(self.accumulators, self._variables)]
 
-    def transform(self, reduced_and_vars):
+    def transform(self, reduced_and_vars: GradsAndVars) -> GradsAndVars:
         """Returns the pairs to apply, in the dtypes that gradients came in."""
         if self._options.transform_gradients is not None:
             reduced_and_vars = checks.check_transformed(
@@ -152,11 +155,10 @@ class Cycle:
         dtypes = {id(variable): gradient.dtype
                   for gradient, variable in self._grads_and_vars}
         with tf.name_scope(self._scope):
-            return [(map_values(lambda values, dtype=dtypes[id(variable)]:
-                                tf.cast(values, dtype), gradient), variable)
+            return [(_cast(gradient, dtypes[id(variable)]), variable)
                     for gradient, variable in reduced_and_vars]
 
-    def early_reads(self, grads_and_vars):
+    def early_reads(self, grads_and_vars: GradsAndVars) -> List[tf.Tensor]:
         """Returns what is to be evaluated before any variable is updated."""
         applied = {id(variable) for _, variable in grads_and_vars}
         return [tensor for accumulator, variable
@@ -164,7 +166,8 @@ class Cycle:
                 if id(variable) in applied
                 for tensor in accumulator.early_reads]
 
-    def are_finite(self, grads_and_vars):
+    def are_finite(
+            self, grads_and_vars: GradsAndVars) -> List[Tuple[tf.Tensor, str]]:
         """Returns for each pair whether it is finite, and the message."""
         with tf.name_scope(self._scope):
             return [(
@@ -173,14 +176,14 @@ class Cycle:
                 "an infinity; nothing was applied.")
                 for gradient, variable in grads_and_vars]
 
-    def forget_updates(self):
+    def forget_updates(self) -> tf.Operation:
         """Returns an op that makes what `"skip_micro_batch"` keeps as new.
 
         Made where it is called, as in `zero`.
         """
         return tf.no_op() if self._updates is None else self._updates.forget()
 
-    def zero(self):
+    def zero(self) -> tf.Operation:
         """Returns an op that empties the accumulators.
 
         Made where it is called, to be run in a branch of `tf.cond`.
@@ -190,24 +193,25 @@ class Cycle:
             *[accumulator.zero() for accumulator in self.accumulators])
 
 
-def all_of(conditions):
+def all_of(conditions: Sequence[Tuple[tf.Tensor, str]]) -> tf.Tensor:
     """Returns whether all hold; each comes with a message."""
     return tf.reduce_all(tf.stack([holds for holds, _ in conditions]))
 
 
-def check(condition, message):
+def check(condition: tf.Tensor, message: str) -> tf.Operation:
     """Returns the op that fails with the message unless `condition` holds."""
     return tf.raw_ops.Assert(condition=condition,
                              data=[tf.constant(message)])
 
 
-def values_of(gradient):
+def values_of(gradient: Gradient) -> tf.Tensor:
     """Returns the values of `IndexedSlices`, or the `Tensor` itself."""
     return (gradient.values if isinstance(gradient, tf.IndexedSlices)
             else gradient)
 
 
-def map_values(function, gradient):
+def map_values(function: Callable[[tf.Tensor], tf.Tensor],
+               gradient: Gradient) -> Gradient:
     """Returns `function(gradient)`, of `IndexedSlices` that of the values."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(function(gradient.values), gradient.indices,
@@ -215,7 +219,11 @@ def map_values(function, gradient):
     return function(gradient)
 
 
-def _as_tensor(weight):
+def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
+    return map_values(lambda values: tf.cast(values, dtype), gradient)
+
+
+def _as_tensor(weight: Any) -> Optional[tf.Tensor]:
     if weight is None:
         return None
     # A number as exact as it can be: by itself it would be float32.
@@ -224,13 +232,13 @@ def _as_tensor(weight):
         name="weight")
 
 
-def _total_dtype(weight):
+def _total_dtype(weight: Optional[tf.Tensor]) -> tf.DType:
     """Returns the dtype in which weights add up, int64 where they can."""
     return (tf.int64 if weight is None or weight.dtype.is_integer
             else tf.float64)
 
 
-def _check_weight(weight):
+def _check_weight(weight: Optional[tf.Tensor]) -> List[tf.Operation]:
     """Returns the ops that fail where `weight` is not to be used."""
     if weight is None:
         return []
@@ -241,7 +249,7 @@ def _check_weight(weight):
                           "finite; nothing was accumulated.  Got:"), weight])]
 
 
-def _reduce(total, divisor):
+def _reduce(total: Gradient, divisor: Optional[tf.Tensor]) -> Gradient:
     if divisor is None:
         return total
     return map_values(

@@ -20,12 +20,16 @@ import json
 import os
 import sys
 import time
-from typing import NamedTuple
+from typing import (Any, Callable, Dict, Iterator, List, NamedTuple, Optional,
+                    Sequence, Tuple)
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 import accumgrad
+
+# A gradient, and the variable that it belongs to.
+Pairs = List[Tuple[tf.Tensor, tf.Variable]]
 
 # Of each block of VGG-16: output channels, and number of convolutions.
 BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
@@ -73,7 +77,8 @@ class TripletModel(NamedTuple):
     loss: tf.Tensor
 
 
-def vgg16_embedding(images, embedding_size=EMBEDDING_SIZE):
+def vgg16_embedding(images: tf.Tensor,
+                    embedding_size: int = EMBEDDING_SIZE) -> tf.Tensor:
     """Builds VGG-16 with a normalised embedding in place of its classes.
 
     Thirteen 3 x 3 convolutions in five blocks, each followed by 2 x 2 maximum
@@ -102,31 +107,32 @@ def vgg16_embedding(images, embedding_size=EMBEDDING_SIZE):
     return tf.nn.l2_normalize(x, axis=1)
 
 
-def _convolution(x, channels, name):
+def _convolution(x: tf.Tensor, channels: int, name: str) -> tf.Tensor:
     with tf.variable_scope(name):
         kernel = _weights([3, 3, x.shape.as_list()[-1], channels])
         x = tf.nn.conv2d(x, kernel, [1, 1, 1, 1], "SAME")
         return tf.nn.relu(tf.nn.bias_add(x, _biases(channels)))
 
 
-def _fully_connected(x, units, name):
+def _fully_connected(x: tf.Tensor, units: int, name: str) -> tf.Tensor:
     with tf.variable_scope(name):
         weights = _weights([x.shape.as_list()[-1], units])
         return tf.nn.bias_add(tf.matmul(x, weights), _biases(units))
 
 
-def _weights(shape):
+def _weights(shape: Sequence[int]) -> tf.Variable:
     return tf.get_variable(
         "weights", shape,
         initializer=tf.variance_scaling_initializer(scale=2.0, mode="fan_in"))
 
 
-def _biases(size):
+def _biases(size: int) -> tf.Variable:
     return tf.get_variable("biases", [size],
                            initializer=tf.zeros_initializer())
 
 
-def triplet_loss(anchor, positive, negative, margin):
+def triplet_loss(anchor: tf.Tensor, positive: tf.Tensor, negative: tf.Tensor,
+                 margin: float) -> tf.Tensor:
     """Returns the triplet loss, the mean over the triplets.
 
     Of one triplet it is `max(|a - p|^2 - |a - n|^2 + margin, 0)` (Schroff,
@@ -148,7 +154,7 @@ def triplet_loss(anchor, positive, negative, margin):
         tf.nn.relu(to_positive - to_negative + margin))
 
 
-def build_model(image_size, margin):
+def build_model(image_size: int, margin: float) -> TripletModel:
     """Builds the triplet network into the default graph.
 
     All three images go through the network in one batch, so that each weight
@@ -170,7 +176,7 @@ def build_model(image_size, margin):
     return TripletModel(images, embeddings, loss)
 
 
-def load_images():
+def load_images() -> Tuple[Digits, Digits]:
     """Returns scikit-learn's handwritten digits, split for good.
 
     The grey values are standardised: over the training images, their mean is
@@ -192,7 +198,7 @@ def load_images():
             Digits(images[held_out], digits.target[held_out]))
 
 
-def scale_images(images, image_size):
+def scale_images(images: np.ndarray, image_size: int) -> np.ndarray:
     """Scales grey images up to what the network takes.
 
     Args:
@@ -213,7 +219,8 @@ def scale_images(images, image_size):
     return np.repeat(scaled[..., np.newaxis], CHANNELS, axis=3)
 
 
-def draw_triplet(labels, random):
+def draw_triplet(labels: np.ndarray,
+                 random: np.random.RandomState) -> np.ndarray:
     """Draws an anchor, another image of its class, and one of another class.
 
     Args:
@@ -231,7 +238,9 @@ def draw_triplet(labels, random):
                      random.choice(different)])
 
 
-def triplet_feeds(model, digits, num_micro_batches, seed, first_cycle=0):
+def triplet_feeds(
+        model: TripletModel, digits: Digits, num_micro_batches: int, seed: int,
+        first_cycle: int = 0) -> Iterator[Dict[tf.Tensor, np.ndarray]]:
     """Yields feed dicts of one triplet each, without end.
 
     What a cycle sees depends on the seed and the cycle alone, so that a run
@@ -254,7 +263,8 @@ def triplet_feeds(model, digits, num_micro_batches, seed, first_cycle=0):
                                               image_size)}
 
 
-def embed(session, model, digits):
+def embed(session: tf.Session, model: TripletModel,
+          digits: Digits) -> np.ndarray:
     """Returns the embeddings of all images, a float32 array `[num, 128]`."""
     image_size = model.images.shape.as_list()[1]
     starts = range(0, len(digits.images), EVALUATION_BATCH_SIZE)
@@ -264,7 +274,7 @@ def embed(session, model, digits):
         for start in starts])
 
 
-def triplet_accuracy(embeddings, labels):
+def triplet_accuracy(embeddings: np.ndarray, labels: np.ndarray) -> float:
     """Returns how many of 1,000 fixed triplets are in order.
 
     Args:
@@ -283,7 +293,8 @@ def triplet_accuracy(embeddings, labels):
                    < np.linalg.norm(anchor - negative, axis=1))
 
 
-def build_ops(loss, options):
+def build_ops(loss: tf.Tensor,
+              options: argparse.Namespace) -> accumgrad.AccumulationOps:
     """Builds the ops of a cycle, and scalar summaries of what it did.
 
     These read the accumulators, and so are to be run between `train_op` and
@@ -311,10 +322,11 @@ def build_ops(loss, options):
     return ops
 
 
-def _clip_and_summarize(clip_norm):
+def _clip_and_summarize(
+        clip_norm: float) -> Callable[[Pairs], Pairs]:
     clip = accumgrad.clip_by_global_norm(clip_norm)
 
-    def transform(grads_and_vars):
+    def transform(grads_and_vars: Pairs) -> Pairs:
         clipped = clip(grads_and_vars)
         for when, pairs in ("before", grads_and_vars), ("after", clipped):
             tf.summary.scalar(
@@ -327,7 +339,7 @@ def _clip_and_summarize(clip_norm):
 class CycleLog:
     """Writes a cycle's loss, and the graph's summaries, for TensorBoard."""
 
-    def __init__(self, directory, first_cycle):
+    def __init__(self, directory: str, first_cycle: int) -> None:
         """Opens an event file.
 
         Args:
@@ -341,7 +353,7 @@ class CycleLog:
         self._writer.add_session_log(
             tf.SessionLog(status=tf.SessionLog.START), first_cycle)
 
-    def write(self, session, cycle, loss):
+    def write(self, session: tf.Session, cycle: int, loss: float) -> None:
         """Writes the summaries of a cycle whose gradients are still there.
 
         Args:
@@ -355,7 +367,10 @@ class CycleLog:
         self._writer.flush()
 
 
-def train(session, model, ops, digits, options, saver=None):
+def train(session: tf.Session, model: TripletModel,
+          ops: accumgrad.AccumulationOps, digits: Digits,
+          options: argparse.Namespace,
+          saver: Optional[tf.train.Saver] = None) -> List[float]:
     """Trains from the cycle that the global step says is next.
 
     Prints a line a cycle; by then the cycle is in the checkpoint and in the
@@ -394,7 +409,7 @@ def train(session, model, ops, digits, options, saver=None):
     return losses
 
 
-def peak_memory_mb():
+def peak_memory_mb() -> float:
     """Returns the most memory that the process ever held, in MB of 2**20.
 
     The resident set size; NaN on Windows, which does not tell.
@@ -408,7 +423,7 @@ def peak_memory_mb():
     return peak / 2 ** (20 if sys.platform == "darwin" else 10)
 
 
-def check_settings(directory, options):
+def check_settings(directory: str, options: argparse.Namespace) -> None:
     """Writes down what the weights depend on, or compares with what is there.
 
     Raises:
@@ -432,7 +447,8 @@ def check_settings(directory, options):
     os.replace(path + ".new", path)
 
 
-def restore(session, saver, directory):
+def restore(session: tf.Session, saver: tf.train.Saver,
+            directory: str) -> None:
     """Restores the last finished cycle, if there is one; says so."""
     state = tf.train.get_checkpoint_state(directory)
     if state is None:
@@ -445,13 +461,14 @@ def restore(session, saver, directory):
           "(\"before training\" is before cycle 0)", flush=True)
 
 
-def _save(session, saver, directory):
+def _save(session: tf.Session, saver: tf.train.Saver, directory: str) -> None:
     saver.save(session, os.path.join(directory, "vgg16"),
                global_step=tf.train.get_global_step(),
                write_meta_graph=False)
 
 
-def plot(path, losses, first_cycle, before, after, labels):
+def plot(path: str, losses: List[float], first_cycle: int, before: np.ndarray,
+         after: np.ndarray, labels: np.ndarray) -> None:
     """Draws the loss, and the held-out embeddings before and after training.
 
     Args:
@@ -481,7 +498,8 @@ def plot(path, losses, first_cycle, before, after, labels):
     figure.savefig(path)
 
 
-def plot_embeddings(axes, embeddings, labels, title):
+def plot_embeddings(axes: Any, embeddings: np.ndarray, labels: np.ndarray,
+                    title: str) -> None:
     """Draws embeddings in the plane of their two principal components.
 
     Args:
@@ -504,7 +522,7 @@ def plot_embeddings(axes, embeddings, labels, title):
     axes.set_ylabel(f"principal component 2 ({share[1]:.0f} % of variance)")
 
 
-def parse_options(arguments=None):
+def parse_options(arguments: Optional[List[str]] = None) -> argparse.Namespace:
     """Returns the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m accumgrad.demo",
@@ -539,8 +557,8 @@ def parse_options(arguments=None):
     return options
 
 
-def _integer_from(minimum):
-    def integer(text):
+def _integer_from(minimum: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
         value = int(text)
         if not minimum <= value <= MAX_INTEGER:
             raise argparse.ArgumentTypeError(
@@ -549,7 +567,7 @@ def _integer_from(minimum):
     return integer
 
 
-def _positive(text):
+def _positive(text: str) -> float:
     value = float(text)
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(
@@ -557,7 +575,7 @@ def _positive(text):
     return value
 
 
-def check_extras(options):
+def check_extras(options: argparse.Namespace) -> None:
     """Raises ImportError if a package that the run will need is missing."""
     names = ["sklearn.datasets", "tqdm"]
     if options.plot:
@@ -566,7 +584,7 @@ def check_extras(options):
         _import_extra(name)
 
 
-def _import_extra(name):
+def _import_extra(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -576,7 +594,7 @@ def _import_extra(name):
             f"(Importing it said: {error})") from error
 
 
-def run(options):
+def run(options: argparse.Namespace) -> None:
     """Builds, trains and evaluates; prints what it does."""
     train_digits, held_out = load_images()
     tf.set_random_seed(options.seed)
@@ -604,13 +622,14 @@ def run(options):
         print(f"plot written to {options.plot}")
 
 
-def _print_accuracy(when, embeddings, labels):
+def _print_accuracy(when: str, embeddings: np.ndarray,
+                    labels: np.ndarray) -> None:
     accuracy = triplet_accuracy(embeddings, labels)
     print(f"held-out triplet accuracy {when} training: "
           f"{100.0 * accuracy:.1f} %", flush=True)
 
 
-def main(arguments=None):
+def main(arguments: Optional[List[str]] = None) -> None:
     """Runs the program; `arguments` are those of the command line."""
     options = parse_options(arguments)
     try:

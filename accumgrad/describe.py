@@ -5,12 +5,17 @@ and strings, and go with the graph.
 """
 
 import weakref
-from typing import List, NamedTuple, Optional
+from typing import (Any, List, MutableMapping, NamedTuple, Optional, Sequence,
+                    Tuple)
 
 import tensorflow.compat.v1 as tf
 
+from accumgrad.annotations import GradsAndVars
+
 # Graph -> list of (name of the train op, descriptions).
-_DESCRIPTIONS = weakref.WeakKeyDictionary()
+_DESCRIPTIONS: MutableMapping[
+    tf.Graph, List[Tuple[str, List["AccumulatorDescription"]]]] = (
+        weakref.WeakKeyDictionary())
 
 
 class AccumulatorDescription(NamedTuple):
@@ -39,7 +44,7 @@ class AccumulatorDescription(NamedTuple):
 class AccumulatorDescriptions(List[AccumulatorDescription]):
     """A list of descriptions that prints as a table."""
 
-    def __str__(self):
+    def __str__(self) -> str:
         header = ("variable", "shape", "form", "dense", "a micro-batch",
                   "reason")
         rows = [(item.variable, _shape_text(item.shape), item.form,
@@ -52,7 +57,7 @@ class AccumulatorDescriptions(List[AccumulatorDescription]):
         return "\n".join(_line(cells, widths) for cells in lines)
 
 
-def describe_accumulators(ops_or_graph=None):
+def describe_accumulators(ops_or_graph: Any = None) -> AccumulatorDescriptions:
     """Tells how each variable's gradient is held: form, reason, bytes.
 
     A list to go through, which prints as a table::
@@ -93,7 +98,8 @@ def describe_accumulators(ops_or_graph=None):
         item for _, items in built for item in items)
 
 
-def remember(train_op, accumulators, grads_and_vars):
+def remember(train_op: tf.Operation, accumulators: Sequence[Any],
+             grads_and_vars: GradsAndVars) -> None:
     """Keeps the descriptions of what a builder built, for its graph."""
     items = [_describe(accumulator, variable)
              for accumulator, (_, variable)
@@ -102,7 +108,8 @@ def remember(train_op, accumulators, grads_and_vars):
         (train_op.name, items))
 
 
-def _describe(accumulator, variable):
+def _describe(accumulator: Any,
+              variable: tf.Variable) -> AccumulatorDescription:
     shape = variable.shape
     dense_bytes = None
     if shape.is_fully_defined():
@@ -114,26 +121,27 @@ def _describe(accumulator, variable):
         accumulator.micro_batch_bytes)
 
 
-def _shape_text(shape):
+def _shape_text(shape: Optional[tuple]) -> str:
     if shape is None:
         return "unknown"
     sizes = ["?" if size is None else str(size) for size in shape]
     return " x ".join(sizes) or "scalar"
 
 
-def _bytes_text(number, otherwise):
+def _bytes_text(number: Optional[int], otherwise: str) -> str:
     if number is None:
         return otherwise
+    size = float(number)
     for unit in ("B", "kB", "MB"):
-        if number < 999.95:  # what is rounded to 1000.0 is of the next unit
+        if size < 999.95:  # what is rounded to 1000.0 is of the next unit
             break
-        number /= 1000
+        size /= 1000
     else:
         unit = "GB"
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _line(cells, widths):
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     left = [cell.ljust(width) for cell, width in zip(cells[:3], widths)]
     right = [cell.rjust(width)
              for cell, width in zip(cells[3:5], widths[3:5])]

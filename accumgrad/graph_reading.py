@@ -3,6 +3,8 @@
 It knows nothing of gradients or cycles.
 """
 
+from typing import Iterable, Iterator, List, Sequence, Set
+
 import tensorflow.compat.v1 as tf
 
 # Ops that give their variable's value, or what follows from it, and leave it
@@ -17,7 +19,8 @@ _HANDS_ON = ("Switch", "RefSwitch", "Enter", "RefEnter")
 _VARIABLES = ("Variable", "VariableV2", "VarHandleOp")
 
 
-def upstream(operations, stop=()):
+def upstream(operations: Iterable[tf.Operation],
+             stop: Iterable[tf.Operation] = ()) -> Iterator[tf.Operation]:
     """Yields ops and all that runs before them, once each, not past `stop`."""
     seen, stack = {op.name for op in stop}, list(operations)
     while stack:
@@ -28,12 +31,12 @@ def upstream(operations, stop=()):
             stack.extend(directly_before(op))
 
 
-def directly_before(op):
+def directly_before(op: tf.Operation) -> List[tf.Operation]:
     """Returns the ops for which `op` waits."""
     return [tensor.op for tensor in op.inputs] + list(op.control_inputs)
 
 
-def rebuild(tensors):
+def rebuild(tensors: Sequence[tf.Tensor]) -> List[tf.Tensor]:
     """Returns the tensors made anew where it is called, of the same values.
 
     Args:
@@ -43,7 +46,7 @@ def rebuild(tensors):
     """
     rebuilt = {}
 
-    def rebuild_tensor(tensor):
+    def rebuild_tensor(tensor: tf.Tensor) -> tf.Tensor:
         op = tensor.op
         if op.type in _VARIABLES or op.type == "Const":
             return tensor
@@ -59,19 +62,19 @@ def rebuild(tensors):
     return [rebuild_tensor(tensor) for tensor in tensors]
 
 
-def only_reads(op):
+def only_reads(op: tf.Operation) -> bool:
     """Returns whether `op` leaves variables that it takes as they are."""
     if op.type == "Identity":
         return op.inputs[0].dtype != tf.resource
     return op.type in _READS
 
 
-def is_reference(tensor):
+def is_reference(tensor: tf.Tensor) -> bool:
     """Returns whether `tensor` is a reference variable's own memory."""
     return tensor.dtype != tensor.dtype.base_dtype
 
 
-def has_effect(op):
+def has_effect(op: tf.Operation) -> bool:
     """Returns whether `op` does more than to compute its outputs."""
     if op.type in _READS + _VARIABLES:
         return False
@@ -79,7 +82,7 @@ def has_effect(op):
         argument.is_ref for argument in op.op_def.input_arg)
 
 
-def find_written(operations):
+def find_written(operations: Iterable[tf.Operation]) -> Set[str]:
     """Returns the names of the variables' ops that `operations` may write to.
 
     An op that calls a function may write to each variable handed to it.
@@ -97,13 +100,13 @@ def find_written(operations):
     return written
 
 
-def _source(tensor):
+def _source(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the tensor that is handed on as `tensor`."""
     while _hands_on(tensor.op):
         tensor = tensor.op.inputs[0]
     return tensor
 
 
-def _hands_on(op):
+def _hands_on(op: tf.Operation) -> bool:
     return op.type in _HANDS_ON or (
         op.type == "Identity" and op.inputs[0].dtype == tf.resource)

@@ -4,6 +4,8 @@ For loops that are not the user's own and know only one op.  The accumulators
 are those of the builder, and so is what they promise.
 """
 
+from typing import Any, Dict, List, Optional, Tuple, Union
+
 import tensorflow.compat.v1 as tf
 
 from accumgrad import accumulators as accumulators_lib
@@ -12,6 +14,9 @@ from accumgrad import checks
 from accumgrad import cycle as cycle_lib
 from accumgrad import describe
 from accumgrad import hooks
+from accumgrad.annotations import GradsAndVars
+from accumgrad.annotations import MaybeGradsAndVars
+from accumgrad.annotations import Transform
 
 
 class AccumulatingOptimizer(tf.train.Optimizer):
@@ -43,10 +48,14 @@ class AccumulatingOptimizer(tf.train.Optimizer):
     where it applies ends its cycle, and the next begins with the next run.
     """
 
-    def __init__(self, optimizer, num_micro_batches=128, *, reduction="sum",
-                 weight=None, transform_gradients=None, update_ops=None,
-                 nonfinite="apply", accumulators="auto",
-                 save_accumulators=False, name="accumgrad"):
+    def __init__(self, optimizer: Any,
+                 num_micro_batches: Union[int, tf.Tensor] = 128, *,
+                 reduction: str = "sum", weight: Union[None, float, tf.Tensor] = None,
+                 transform_gradients: Optional[Transform] = None,
+                 update_ops: Any = None, nonfinite: str = "apply",
+                 accumulators: str = "auto",
+                 save_accumulators: bool = False,
+                 name: str = "accumgrad") -> None:
         """Wraps an optimizer.
 
         Args:
@@ -93,10 +102,12 @@ class AccumulatingOptimizer(tf.train.Optimizer):
         self._num_micro_batches = num_micro_batches
         self._options = options
         # The losses, and what was built, by graph.
-        self._losses = {}
-        self._built = {}
+        self._losses: Dict[tf.Graph, List[tf.Tensor]] = {}
+        self._built: Dict[tf.Graph, "_OneOp"] = {}
 
-    def compute_gradients(self, loss, var_list=None, *args, **kwargs):
+    def compute_gradients(
+            self, loss: tf.Tensor, var_list: Any = None, *args: Any,
+            **kwargs: Any) -> MaybeGradsAndVars:
         """Returns the optimizer's own `compute_gradients`, of a micro-batch.
 
         Args:
@@ -129,7 +140,11 @@ class AccumulatingOptimizer(tf.train.Optimizer):
         self._losses.setdefault(loss.graph, []).append(loss)
         return pairs
 
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    def apply_gradients(
+            self,
+            grads_and_vars: MaybeGradsAndVars,
+            global_step: Optional[tf.Variable] = None,
+            name: Optional[str] = None) -> tf.Operation:
         """Returns the op that accumulates, and applies at the end of a cycle.
 
         Args:
@@ -182,7 +197,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
         return train_op
 
     @property
-    def has_updated(self):
+    def has_updated(self) -> tf.Tensor:
         """Scalar bool `Tensor`: whether the last run of `train_op` applied.
 
         It reads a variable: fetch it in a run of its own, after the other.
@@ -191,7 +206,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
         return self._get_built().has_updated
 
     @property
-    def mean_loss(self):
+    def mean_loss(self) -> tf.Tensor:
         """Scalar `Tensor`: the mean loss over the cycle so far.
 
         To be fetched with `train_op`, as summaries are: of the micro-batches
@@ -211,7 +226,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
                 "graph.")
         return mean_loss
 
-    def flush_op(self):
+    def flush_op(self) -> tf.Operation:
         """Returns an op that applies what a cycle has so far, and ends it.
 
         For a last cycle for which the data was too short.  It needs no feed.
@@ -226,7 +241,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
         """
         return self._get_built().flush_op()
 
-    def per_cycle(self, hook):
+    def per_cycle(self, hook: tf.train.SessionRunHook) -> hooks.PerCycleHook:
         """Returns a hook that runs `hook` only at the end of a cycle.
 
         Args:
@@ -246,19 +261,19 @@ class AccumulatingOptimizer(tf.train.Optimizer):
                             f"({type(hook).__name__}).")
         return hooks.PerCycleHook(hook, self._get_built().will_update)
 
-    def get_slot(self, var, name):
+    def get_slot(self, var: tf.Variable, name: str) -> Optional[tf.Variable]:
         """Returns the optimizer's own slot."""
         return self._optimizer.get_slot(var, name)
 
-    def get_slot_names(self):
+    def get_slot_names(self) -> List[str]:
         """Returns the names of the optimizer's own slots."""
         return self._optimizer.get_slot_names()
 
-    def variables(self):
+    def variables(self) -> List[tf.Variable]:
         """Returns the optimizer's own variables."""
         return self._optimizer.variables()
 
-    def _get_built(self):
+    def _get_built(self) -> "_OneOp":
         built = self._built.get(tf.get_default_graph())
         if built is None:
             raise ValueError("Call `minimize` or `apply_gradients` first, in "
@@ -275,8 +290,10 @@ class _OneOp:
         will_update: Scalar bool `Tensor`: whether the next run will apply.
     """
 
-    def __init__(self, optimizer, grads_and_vars, global_step, losses,
-                 num_micro_batches, options, scope):
+    def __init__(self, optimizer: Any, grads_and_vars: GradsAndVars,
+                 global_step: Optional[tf.Variable], losses: List[tf.Tensor],
+                 num_micro_batches: Union[int, tf.Tensor],
+                 options: cycle_lib.Options, scope: str) -> None:
         self._optimizer = optimizer
         self._global_step = global_step
         self._options = options
@@ -344,7 +361,7 @@ class _OneOp:
                     builder.in_name_scope(self._name_scope, self._apply),
                     self._rest).op
 
-    def flush_op(self):
+    def flush_op(self) -> tf.Operation:
         """See `AccumulatingOptimizer.flush_op`."""
         before = {id(variable) for variable in tf.global_variables()}
         train_ops = tf.get_collection(tf.GraphKeys.TRAIN_OP)
@@ -371,7 +388,8 @@ class _OneOp:
                 + ", ".join(made) + ".")
         return applied
 
-    def _add_loss(self, loss, loss_sum, total_weight):
+    def _add_loss(self, loss: tf.Tensor, loss_sum: tf.Tensor,
+                  total_weight: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         """Returns the sum and the mean of the losses, with this one."""
         value = tf.cast(tf.reduce_sum(loss), tf.float64)
         weight = self.cycle.weight
@@ -387,7 +405,7 @@ class _OneOp:
         mean = tf.math.divide_no_nan(loss_sum, total)
         return loss_sum, tf.cast(mean, dtype, name="mean_loss")
 
-    def _apply(self):
+    def _apply(self) -> tf.Tensor:
         """Ends the cycle; returns whether something was applied."""
         cycle = self.cycle
         pairs = cycle.transform(cycle.reduce())
@@ -423,12 +441,12 @@ class _OneOp:
             with tf.control_dependencies([done]):
                 return tf.identity(has_updated)
 
-    def _rest(self):
+    def _rest(self) -> tf.Tensor:
         with tf.control_dependencies([
                 self._updated.assign(False, read_value=False)]):
             return tf.constant(False)
 
-    def _begin(self, is_ready):
+    def _begin(self, is_ready: tf.Tensor) -> tf.Operation:
         """Returns an op that begins a cycle where none was ended."""
         operations = [self.cycle.zero(), self._reset_counts(),
                       self._updated.assign(False, read_value=False)]
@@ -437,6 +455,6 @@ class _OneOp:
                 tf.logical_not(is_ready), self.cycle.forget_updates))
         return tf.group(*operations)
 
-    def _reset_counts(self):
+    def _reset_counts(self) -> tf.Operation:
         return tf.group(accumulators_lib.reset(self._count),
                         accumulators_lib.reset(self._loss_sum))

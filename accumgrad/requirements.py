@@ -8,7 +8,7 @@ must not put another one over it.  So the check comes at import.
 OLDEST_TENSORFLOW = (1, 14)
 
 
-def check_tensorflow():
+def check_tensorflow() -> None:
     """Raises ImportError unless TensorFlow 1.14 or newer can be imported."""
     try:
         import tensorflow

@@ -6,12 +6,14 @@ to the graph: all that it runs was built before.
 
 import collections.abc
 import itertools
-from typing import Any, NamedTuple
+from typing import (Any, Callable, Iterable, Iterator, List, NamedTuple,
+                    Optional, Sequence, Tuple, Union)
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 from accumgrad import checks
+from accumgrad.annotations import Feed
 
 PARTIALS = ("apply", "drop", "raise")
 
@@ -28,13 +30,15 @@ class CycleResult(NamedTuple):
             `[num_micro_batches, ...]` where it is numeric and its shape stays
             the same, otherwise as a list.
     """
-    index: int
+    # A tuple's own method of that name gives way.
+    index: int  # type: ignore[assignment]
     num_micro_batches: int
     fetches: Any
 
 
-def run_cycle(session, ops, feeds=None, num_micro_batches=128, *,
-              fetches=None):
+def run_cycle(session: Any, ops: Any, feeds: Optional[Iterable[Feed]] = None,
+              num_micro_batches: int = 128, *,
+              fetches: Any = None) -> CycleResult:
     """Runs one cycle: zero, accumulate up to `num_micro_batches` times, train.
 
     Args:
@@ -69,9 +73,11 @@ def run_cycle(session, ops, feeds=None, num_micro_batches=128, *,
     return CycleResult(0, len(fetched) if applied else 0, by_leaf)
 
 
-def run_cycles(session, ops, feeds=None, num_micro_batches=128, *,
-               num_cycles=None, fetches=None, partial="apply",
-               progress=False):
+def run_cycles(session: Any, ops: Any, feeds: Optional[Iterable[Feed]] = None,
+               num_micro_batches: Union[int, Callable[[int], int]] = 128, *,
+               num_cycles: Optional[int] = None, fetches: Any = None,
+               partial: str = "apply",
+               progress: bool = False) -> Iterator[CycleResult]:
     """Runs cycle after cycle, and yields a `CycleResult` after each update.
 
     Logging, saving and early stopping are the caller's::
@@ -126,13 +132,15 @@ def run_cycles(session, ops, feeds=None, num_micro_batches=128, *,
                    num_micro_batches, num_cycles, fetches, partial, progress)
 
 
-def _cycles(runner, feeds, num_micro_batches, num_cycles, fetches, partial,
-            progress):
+def _cycles(runner: "_Runner", feeds: Iterator[Feed],
+            num_micro_batches: Union[int, Callable[[int], int]],
+            num_cycles: Optional[int], fetches: Any, partial: str,
+            progress: bool) -> Iterator[CycleResult]:
     index = 0
     full = True
     while full and index != num_cycles and not runner.should_stop():
         size = _cycle_size(num_micro_batches, index)
-        cycle_feeds = itertools.islice(feeds, size)
+        cycle_feeds: Iterable[Feed] = itertools.islice(feeds, size)
         if progress:
             cycle_feeds = _with_progress_bar(cycle_feeds, size, index)
         fetched, _ = _accumulate(runner, cycle_feeds)
@@ -153,7 +161,9 @@ def _cycles(runner, feeds, num_micro_batches, num_cycles, fetches, partial,
             index += 1
 
 
-def _accumulate(runner, feeds):
+def _accumulate(
+        runner: "_Runner",
+        feeds: Iterable[Feed]) -> Tuple[List[List[Any]], Optional[Exception]]:
     """Zeroes, and accumulates a micro-batch for each feed.
 
     Returns:
@@ -177,7 +187,7 @@ def _accumulate(runner, feeds):
 class _SessionRunner:
     """Runs the ops in a plain session."""
 
-    def __init__(self, session, ops, leaves):
+    def __init__(self, session: Any, ops: Any, leaves: List[Any]) -> None:
         self._session = session
         self._num_leaves = len(leaves)
         self._micro_batch = leaves + list(ops.accum_ops)
@@ -185,21 +195,21 @@ class _SessionRunner:
         self._train = session.make_callable([ops.train_op])
         self._accumulate_unfed = session.make_callable(self._micro_batch)
 
-    def zero(self):
+    def zero(self) -> None:
         self._zero()
 
-    def accumulate(self, feed):
+    def accumulate(self, feed: Feed) -> List[Any]:
         # With feeds, make_callable comes down to session.run.
         values = (self._session.run(self._micro_batch, feed_dict=feed)
                   if feed else self._accumulate_unfed())
         return values[:self._num_leaves]
 
-    def train(self):
+    def train(self) -> bool:
         """Returns whether the cycle was applied."""
         self._train()
         return True
 
-    def should_stop(self):
+    def should_stop(self) -> bool:
         return False
 
 
@@ -210,23 +220,23 @@ class _MonitoredSessionRunner:
     a feed, or eat a batch of the graph's own input.
     """
 
-    def __init__(self, session, ops, leaves):
+    def __init__(self, session: Any, ops: Any, leaves: List[Any]) -> None:
         self._session = session
         self._ops = ops
         self._num_leaves = len(leaves)
         self._micro_batch = leaves + list(ops.accum_ops)
         self._zeroed_in = None
 
-    def zero(self):
+    def zero(self) -> None:
         self._zeroed_in = None
         while self._zeroed_in is None:
             self._zeroed_in = self._run_without_hooks(self._ops.zero_ops)
 
-    def accumulate(self, feed):
+    def accumulate(self, feed: Feed) -> List[Any]:
         values = self._session.run(self._micro_batch, feed_dict=feed)
         return values[:self._num_leaves]
 
-    def train(self):
+    def train(self) -> bool:
         """Returns whether the cycle was applied.
 
         Not if the session was lost meanwhile, and the accumulators with it.
@@ -234,18 +244,18 @@ class _MonitoredSessionRunner:
         return self._run_without_hooks(self._ops.train_op,
                                        self._zeroed_in) is not None
 
-    def should_stop(self):
+    def should_stop(self) -> bool:
         return self._session.should_stop()
 
-    def _run_without_hooks(self, fetches, only_in=None):
+    def _run_without_hooks(self, fetches: Any, only_in: Any = None) -> Any:
         """Runs `fetches` in the session inside, and returns that session.
 
         Returns None if it was lost, or is not `only_in`.
         """
-        tried = []
+        tried: List[Any] = []
 
         # MonitoredSession insists on the name of the argument.
-        def run_once(step_context):
+        def run_once(step_context: Any) -> Any:
             session = step_context.session
             # If the session is lost in here, MonitoredSession makes a new one
             # and calls this again, but with the old one, which is closed.
@@ -257,7 +267,10 @@ class _MonitoredSessionRunner:
         return self._session.run_step_fn(run_once)
 
 
-def _make_runner(session, ops, fetches):
+_Runner = Union[_SessionRunner, _MonitoredSessionRunner]
+
+
+def _make_runner(session: Any, ops: Any, fetches: Any) -> _Runner:
     for attribute in ("zero_ops", "accum_ops", "train_op"):
         if not hasattr(ops, attribute):
             raise TypeError(
@@ -275,7 +288,7 @@ def _make_runner(session, ops, fetches):
                     f"({type(session).__name__}).")
 
 
-def _check_feeds(feeds):
+def _check_feeds(feeds: Any) -> Iterator[Feed]:
     """Returns an iterator of feed dicts; of `None`, without end, for None."""
     if feeds is None:
         return itertools.repeat(None)
@@ -288,21 +301,23 @@ def _check_feeds(feeds):
     return iter(feeds)
 
 
-def _check_feed(feed):
+def _check_feed(feed: Any) -> Feed:
     if feed is not None and not isinstance(feed, collections.abc.Mapping):
         raise TypeError("`feeds` must yield feed dicts; got "
                         f"{feed!r} ({type(feed).__name__}).")
     return feed
 
 
-def _cycle_size(num_micro_batches, index):
+def _cycle_size(num_micro_batches: Union[int, Callable[[int], int]],
+                index: int) -> int:
     if not callable(num_micro_batches):
         return int(num_micro_batches)
     return checks.check_positive_integer(f"num_micro_batches({index})",
                                          num_micro_batches(index))
 
 
-def _with_progress_bar(feeds, size, index):
+def _with_progress_bar(feeds: Iterable[Feed], size: int,
+                       index: int) -> Iterable[Feed]:
     try:
         from tqdm.auto import tqdm
     except ImportError:
@@ -311,13 +326,13 @@ def _with_progress_bar(feeds, size, index):
                 unit="micro-batch")
 
 
-def _own(value):
+def _own(value: Any) -> Any:
     # A placeholder that is fetched comes back as the array that was fed,
     # which the caller may fill again for the next micro-batch.
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _by_leaf(fetches, fetched):
+def _by_leaf(fetches: Any, fetched: List[List[Any]]) -> Any:
     """Turns a list over micro-batches into `fetches`' structure of lists."""
     if fetches is None:
         return None
@@ -325,7 +340,7 @@ def _by_leaf(fetches, fetched):
         fetches, [_stack(values) for values in zip(*fetched)])
 
 
-def _stack(values):
+def _stack(values: Sequence[Any]) -> Any:
     # Not bytes: NumPy would cut them at their last non-zero byte.  Nor sparse
     # values, tuples of arrays, of which it would make one array, or fail.
     if all(isinstance(value, (np.ndarray, np.generic))

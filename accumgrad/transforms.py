@@ -5,11 +5,16 @@ stands between an optimizer's `compute_gradients` and `apply_gradients`.
 """
 
 import numbers
+from typing import Any, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
+from accumgrad.annotations import Gradient
+from accumgrad.annotations import GradsAndVars
+from accumgrad.annotations import Transform
 
-def clip_by_global_norm(clip_norm):
+
+def clip_by_global_norm(clip_norm: Union[float, tf.Tensor]) -> Transform:
     """Makes a transform that bounds the norm of all gradients together.
 
     Where the global norm, `sqrt(sum_i |g_i|^2)`, is above `clip_norm`, each
@@ -39,7 +44,7 @@ def clip_by_global_norm(clip_norm):
     """
     _check_clip_norm(clip_norm)
 
-    def clip(grads_and_vars):
+    def clip(grads_and_vars: GradsAndVars) -> GradsAndVars:
         grads_and_vars = [(_sum_repeated_rows(gradient), variable)
                           for gradient, variable in grads_and_vars
                           if gradient is not None]
@@ -54,7 +59,7 @@ def clip_by_global_norm(clip_norm):
     return clip
 
 
-def global_norm(gradients):
+def global_norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     """Returns the root of the sum of all squares, in float32 or float64.
 
     Args:
@@ -68,7 +73,7 @@ def global_norm(gradients):
         tf.reduce_sum(tf.square(tf.cast(value, dtype))) for value in values])))
 
 
-def _check_clip_norm(clip_norm):
+def _check_clip_norm(clip_norm: Any) -> None:
     if isinstance(clip_norm, tf.Tensor):
         if not (clip_norm.dtype.is_floating
                 and clip_norm.shape.is_compatible_with([])):
@@ -80,12 +85,12 @@ def _check_clip_norm(clip_norm):
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real):
         raise TypeError("`clip_norm` must be a number or a scalar tf.Tensor; "
                         f"got {clip_norm!r} ({type(clip_norm).__name__}).")
-    if not 0 < clip_norm < float("inf"):
+    if clip_norm <= 0 or not clip_norm < float("inf"):
         raise ValueError("`clip_norm` must be above 0 and finite; got "
                          f"{clip_norm!r}.")
 
 
-def _sum_repeated_rows(gradient):
+def _sum_repeated_rows(gradient: Gradient) -> Gradient:
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     indices, segments = tf.unique(gradient.indices)
@@ -95,12 +100,12 @@ def _sum_repeated_rows(gradient):
         indices, gradient.dense_shape)
 
 
-def _values(gradient):
+def _values(gradient: Gradient) -> tf.Tensor:
     return (gradient.values if isinstance(gradient, tf.IndexedSlices)
             else gradient)
 
 
-def _scale(gradient, scale):
+def _scale(gradient: Gradient, scale: tf.Tensor) -> Gradient:
     values = _values(gradient)
     # Not in half precision, in which the scale may be zero.
     scaled = tf.cast(tf.cast(values, scale.dtype) * scale, values.dtype)

@@ -4,6 +4,8 @@ An update op that is in the graph cannot be made to depend on what is found
 out later.  So what it writes to is kept as the last micro-batch left it.
 """
 
+from typing import Sequence
+
 import tensorflow.compat.v1 as tf
 
 from accumgrad import accumulators
@@ -17,7 +19,8 @@ class RevocableUpdates:
         zero_ops: Keep the values that the variables have now.
     """
 
-    def __init__(self, update_ops, trained, saved):
+    def __init__(self, update_ops: Sequence[tf.Operation],
+                 trained: Sequence[tf.Variable], saved: bool) -> None:
         """Makes the copies.
 
         Args:
@@ -46,7 +49,7 @@ class RevocableUpdates:
         self.zero_ops = [self._keep([
             variable.read_value() for variable in self._variables])]
 
-    def settle(self, counts):
+    def settle(self, counts: tf.Tensor) -> tf.Operation:
         """Returns the op that keeps what the updates did, or takes it back.
 
         To be run once they are done.
@@ -72,34 +75,36 @@ class RevocableUpdates:
                 tf.assign(variable, value)
                 for variable, value in zip(self._variables, settled)])
 
-    def forget(self):
+    def forget(self) -> tf.Operation:
         """Returns an op that keeps nothing, made where it is called."""
         return tf.group(self._known.assign(False, read_value=False), *[
             copy.assign(_nothing(copy.dtype), read_value=False)
             for copy in self._copies])
 
-    def _keep(self, values):
+    def _keep(self, values: Sequence[tf.Tensor]) -> tf.Operation:
         return tf.group(self._known.assign(True, read_value=False), *[
             copy.assign(_copy(value), read_value=False)
             for copy, value in zip(self._copies, values)])
 
 
-def _copy(value):
+def _copy(value: tf.Tensor) -> tf.Tensor:
     # A reference variable's value is its own memory.
     return tf.raw_ops.DeepCopy(x=value)
 
 
-def _choose(condition, value, copy):
+def _choose(condition: tf.Tensor, value: tf.Tensor,
+            copy: tf.Tensor) -> tf.Tensor:
     # Not tf.where: their shapes differ where there is no copy yet.
     return tf.cond(condition, lambda: value, lambda: copy)
 
 
-def _nothing(dtype):
+def _nothing(dtype: tf.DType) -> tf.Tensor:
     # Never fed: it hides the static shape of the scalar.
     return tf.placeholder_with_default(tf.zeros([], dtype), None)
 
 
-def _make_copy(variable, initialized, saved):
+def _make_copy(variable: tf.Variable, initialized: tf.Tensor,
+               saved: bool) -> tf.Variable:
     dtype = variable.dtype.base_dtype
     return accumulators.state_variable(
         variable.op.name + "/before_micro_batch",
