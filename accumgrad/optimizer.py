@@ -50,7 +50,8 @@ class AccumulatingOptimizer(tf.train.Optimizer):
 
     def __init__(self, optimizer: Any,
                  num_micro_batches: Union[int, tf.Tensor] = 128, *,
-                 reduction: str = "sum", weight: Union[None, float, tf.Tensor] = None,
+                 reduction: str = "sum",
+                 weight: Union[None, float, tf.Tensor] = None,
                  transform_gradients: Optional[Transform] = None,
                  update_ops: Any = None, nonfinite: str = "apply",
                  accumulators: str = "auto",

@@ -18,7 +18,8 @@ def code_cells(path):
 
 
 def test_there_are_notebooks():
-    assert "walkthrough.ipynb" in [os.path.basename(p) for p in NOTEBOOKS]
+    assert [os.path.basename(path) for path in NOTEBOOKS] == [
+        "legacy_codebase.ipynb", "walkthrough.ipynb"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=os.path.basename)
