@@ -30,3 +30,6 @@ def test_stored_outputs_are_of_one_clean_run(path):
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert "error" not in [output["output_type"] for output in outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
+    # Nor does a stored output tell where it was run.
+    assert not [output for output in outputs
+                if "site-packages" in json.dumps(output)]

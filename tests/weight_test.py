@@ -21,11 +21,10 @@ def w(graph):
 @pytest.mark.parametrize("dtype, optimizer_name", [
     (tf.int32, "Momentum"), (tf.float32, "GradientDescent")])
 def test_token_weighted_mean_is_the_concatenated_batch(
-        graph, use_resource, form, door, dtype, optimizer_name):
+        graph, form, door, dtype, optimizer_name):
     cycles = [(TOKENS, 0), (TOKENS[::-1], 1)]
-    expected = train_plainly(OPTIMIZERS[optimizer_name], cycles, form,
-                             use_resource=use_resource)
-    model = build_model(use_resource)
+    expected = train_plainly(OPTIMIZERS[optimizer_name], cycles, form)
+    model = build_model()
     trainer = door(model.loss, OPTIMIZERS[optimizer_name](), len(TOKENS),
                    reduction="mean", weight=tf.cast(model.size, dtype),
                    accumulators=form)
