@@ -48,7 +48,7 @@ class AccumulationOps(NamedTuple):
 def build_accumulation_ops(loss: tf.Tensor, optimizer: Any,
                            var_list: Any = None, *, reduction: str = "sum",
                            weight: Union[None, float, tf.Tensor] = None,
-                           transform_gradients: Optional[Transform] = None,
+                           transform_gradients: "Optional[Transform]" = None,
                            update_ops: Any = None,
                            global_step: Optional[tf.Variable] = None,
                            nonfinite: str = "apply",

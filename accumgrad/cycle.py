@@ -12,6 +12,7 @@ from accumgrad import checks
 from accumgrad import update_ops as update_ops_lib
 from accumgrad.annotations import Gradient
 from accumgrad.annotations import GradsAndVars
+from accumgrad.annotations import Transform
 
 REDUCTIONS = ("sum", "mean")
 NONFINITE = ("apply", "skip", "skip_micro_batch", "raise")
@@ -22,7 +23,7 @@ class Options(NamedTuple):
     """What `build_accumulation_ops` documents under these names."""
     reduction: str
     weight: Any
-    transform_gradients: Optional[Callable]
+    transform_gradients: Optional[Transform]
     update_ops: List[tf.Operation]
     nonfinite: str
     accumulators: str

@@ -34,7 +34,7 @@ class AccumulatorDescription(NamedTuple):
             0 for the dense form, None where they depend on the feed.
     """
     variable: str
-    shape: Optional[tuple]
+    shape: Optional[Tuple[Optional[int], ...]]
     form: str
     reason: str
     dense_bytes: Optional[int]

@@ -15,6 +15,7 @@ from accumgrad import cycle as cycle_lib
 from accumgrad import describe
 from accumgrad import hooks
 from accumgrad.annotations import GradsAndVars
+from accumgrad.annotations import IterableOfPairs
 from accumgrad.annotations import MaybeGradsAndVars
 from accumgrad.annotations import Transform
 
@@ -52,7 +53,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
                  num_micro_batches: Union[int, tf.Tensor] = 128, *,
                  reduction: str = "sum",
                  weight: Union[None, float, tf.Tensor] = None,
-                 transform_gradients: Optional[Transform] = None,
+                 transform_gradients: "Optional[Transform]" = None,
                  update_ops: Any = None, nonfinite: str = "apply",
                  accumulators: str = "auto",
                  save_accumulators: bool = False,
@@ -143,7 +144,7 @@ class AccumulatingOptimizer(tf.train.Optimizer):
 
     def apply_gradients(
             self,
-            grads_and_vars: MaybeGradsAndVars,
+            grads_and_vars: IterableOfPairs,
             global_step: Optional[tf.Variable] = None,
             name: Optional[str] = None) -> tf.Operation:
         """Returns the op that accumulates, and applies at the end of a cycle.

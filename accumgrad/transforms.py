@@ -5,16 +5,17 @@ stands between an optimizer's `compute_gradients` and `apply_gradients`.
 """
 
 import numbers
-from typing import Any, Sequence, Union
+from typing import Any, Callable, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
 from accumgrad.annotations import Gradient
 from accumgrad.annotations import GradsAndVars
-from accumgrad.annotations import Transform
 
 
-def clip_by_global_norm(clip_norm: Union[float, tf.Tensor]) -> Transform:
+def clip_by_global_norm(
+        clip_norm: Union[float, tf.Tensor]
+) -> Callable[[GradsAndVars], GradsAndVars]:
     """Makes a transform that bounds the norm of all gradients together.
 
     Where the global norm, `sqrt(sum_i |g_i|^2)`, is above `clip_norm`, each
