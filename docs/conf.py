@@ -18,10 +18,10 @@ version = release = accumgrad.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # What stands in single backticks is code.
 default_role = "code"
-html_theme = "alabaster"
-html_theme_options = {"description": "Gradient accumulation for TensorFlow 1 "
-                                     "style graph code"}
-html_sidebars = {"**": ["about.html", "navigation.html", "searchbox.html"]}
+html_theme = "furo"
+html_title = project
+# Furo's own has no red and green for diffs.
+pygments_style = "default"
 html_show_sourcelink = False
 
 # The docstrings tell types with their shapes and units.
@@ -29,6 +29,7 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 
 
 def setup(app):
